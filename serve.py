@@ -2,7 +2,8 @@
 
     python serve.py                             the bundled nano in its miniature world
     python serve.py --ask "in hard law trial 372, what is the code?"        one question
-    python serve.py --model PATH --index DIR    any question: with Python, and search in an index
+    python serve.py --model Qwen/Qwen3-0.6B     any question, with Python (docs/models.md)
+    python serve.py --model PATH --index DIR    and with search in an index
     python serve.py --model PATH --tools FILE   with tools and experts of yours (docs/tools.md)
     python serve.py --http                      OpenAI's API, and a page to chat (docs/serve.md)
     python serve.py --trace FILE                records every attempt, a JSON line each
@@ -28,10 +29,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanorchestra import SamplingParams
-from nanorchestra.agent.load import NANO, load_rollout
+from nanorchestra.agent.load import NANO, fetch_model, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.model.hf_config import read_config, read_sampling
+from nanorchestra.model.hub import local_model
 from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.tools.sandbox import Sandbox
@@ -90,7 +92,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description="Talk to an orchestrator: a prompt, one question (--ask), or a pipe.",
     )
     add = parser.add_argument
-    add("--model", type=Path, default=NANO, help="a checkpoint (default: nano)")
+    add("--model", default=str(NANO), help="a directory, .gguf file or hub id (default: nano)")
     add("--quantise", choices=MODES, help="round the weights, to fit a smaller GPU")
     add("--ask", help="answer this and end")
     add("--json", action="store_true", help="write a JSON object for each question")
@@ -114,14 +116,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def serve_openai(
-    options: argparse.Namespace, rollout: Rollout, world: OpenQuestions, sampling: dict[str, float]
+    options: argparse.Namespace,
+    name: str,
+    rollout: Rollout,
+    world: OpenQuestions,
+    sampling: dict[str, float],
 ) -> None:
-    """Serves a rollout and the tools of a world over HTTP until a signal ends it."""
+    """Serves a rollout and the tools of a world over HTTP until a signal ends it.
+
+    `name` is the model's for clients.
+    """
     from nanorchestra.serving.http import Server, serve_http  # half a second, only for --http
 
     key = os.environ.get(options.key_env, "")
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
-    name = options.model.resolve().name
     gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait
     try:
         serve_http(Server(rollout, name, world.open, sampling, options.host, key), options.port)
@@ -135,29 +143,39 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     require(options.ask is None or options.ask.strip(), "--ask: the question is empty")
     if options.replay:
-        show_again(options.replay, Tokenizer.from_dir(options.model))
+        show_again(options.replay, Tokenizer.from_dir(local_model(options.model)))
         return 0
-    sampling = read_sampling(options.model)
+    source = fetch_model(options.model, options.quantise)
+    model = source.path
+    sampling = read_sampling(model)
     for name in sampling:
         if getattr(options, name) is not None:
             sampling[name] = getattr(options, name)
     SamplingParams(**sampling)  # checks it
-    context = read_config(options.model).max_position_embeddings
+    context = read_config(model).max_position_embeddings
     with Sandbox() as sandbox:
-        world = questions_of(options.model, options.tools, options.index, sandbox)
+        world = questions_of(model, options.tools, options.index, sandbox)
         limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
         running, engine_options = 1, {}
         if options.http:  # the pool has a fixed size, and requests wait for its pages
             running, engine_options = 256, {"max_batch_tokens": 2048}
         rollout = load_rollout(
-            options.model, limits, sampling, running, options.quantise, **engine_options
+            model,
+            limits,
+            sampling,
+            running,
+            options.quantise,
+            chats=not (options.tools or options.index),
+            **engine_options,
         )
+        if not rollout.tokenizer.markers:
+            world = OpenQuestions([])
         rollout.survives_failures = True  # a person would rather have an answer without that expert
         if options.http:
-            serve_openai(options, rollout, world, sampling)
+            serve_openai(options, source.title, rollout, world, sampling)
             return 0
         weight = rollout.engine.model.embed_tokens.weight
-        about = f"{options.model}, {weight.dtype} on {weight.device}, context {context}, {sampling}"
+        about = f"{source.name}, {weight.dtype} on {weight.device}, context {context}, {sampling}"
         stream = io.StringIO() if options.json else sys.stdout
         terminal = Terminal(
             rollout, world, about, options.seed, stream, options.trace, options.json

@@ -109,7 +109,8 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     bill = Bill.open(run.folder.path / "spent", ranks)
     world = open_world(run.config.task, run.config.run.seed, sandbox, bill.spending)
-    config = run.with_steps(world.size("train"))  # grpo.epochs becomes grpo.steps
+    run.with_steps(world.size("train"))  # grpo.epochs becomes grpo.steps
+    config = run.with_model()  # a hub id gets its commit, once the model is on every node
     grpo, rollout = config.grpo, config.rollout
 
     _, dtype = device_and_dtype(config)
@@ -507,10 +508,11 @@ def main(arguments: list[str]) -> int:
                 print("\n" + api_bill(config, options.probe, sandbox))
         return 0 if fits else 1
 
-    device, _ = device_and_dtype(config)
+    device, dtype = device_and_dtype(config)
     prepare_process(config)
-    # A base in 4 bits is not sharded; it and the adapters choose their dtypes themselves.
-    sharded = device == "cuda" and config.lora.base != "int4"
+    # FSDP2 computes in another dtype than that of the weights, also over one rank. A base in 4 bits
+    # is not sharded; it and the adapters choose their dtypes themselves.
+    sharded = dtype != torch.float32 and config.lora.base != "int4"
     ranks = Ranks.start(device, shard=config.parallel.shard, sharded=sharded)
     with Stop() as stop, ending_together(ranks), Sandbox() as sandbox:
         run = TrainingRun(config, path, ranks, stop, resumed=resumed, dry_run=options.dry_run)

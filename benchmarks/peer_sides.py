@@ -207,7 +207,8 @@ def write_gguf(path: Path, dtype: str) -> Path:
     from safetensors.numpy import load_file
 
     config, file = json.loads((path / "config.json").read_text()), path / f"{dtype}.gguf"
-    writer = gguf.GGUFWriter(str(file), "qwen3")
+    kind = config["model_type"]
+    writer = gguf.GGUFWriter(str(file), kind)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -220,13 +221,19 @@ def write_gguf(path: Path, dtype: str) -> Path:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    architecture = gguf.MODEL_ARCH[kind.upper()]
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     for part in sorted(path.glob("*.safetensors")):
         for name, tensor in load_file(part).items():
-            to = names.get_name(name, try_suffixes=(".weight",))
+            to = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if kind == "llama" and ("q_proj" in name or "k_proj" in name):
+                # There the two numbers that a rotation turns lie beside each other.
+                halves = tensor.reshape(-1, 2, config["head_dim"] // 2, tensor.shape[-1])
+                tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
             if tensor.ndim == 2 and dtype == "bfloat16":
-                kind = gguf.GGMLQuantizationType.BF16
-                writer.add_tensor(to, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+                stored = gguf.GGMLQuantizationType.BF16
+                writer.add_tensor(to, gguf.quants.quantize(tensor, stored), raw_dtype=stored)
             else:
                 writer.add_tensor(to, tensor)
     writer.write_header_to_file()

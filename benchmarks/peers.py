@@ -1,6 +1,7 @@
 """Measures the engine beside llama.cpp, vLLM and transformers: the same weights and tokens.
 
     python benchmarks/peers.py [--home runs/peers] [--threads 2] [--rounds 1] [--json PATH]
+    python benchmarks/peers.py --model SmolLM2-135M-Instruct.Q4_1.gguf    a real model, widened
 
 A peer has a virtual environment under --home, and is left out where it has none:
 
@@ -36,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import engine  # noqa: E402
 from benchmarks import peer_sides as sides  # noqa: E402
 from nanorchestra.model.saving import save_checkpoint  # noqa: E402
+from nanorchestra.model.weights import load_model  # noqa: E402
 
 HERE = ("ours", "transformers")  # in this environment
 Seconds = dict[str, float]  # of each work of peer_sides.py
@@ -117,9 +119,11 @@ def compare(
     options: argparse.Namespace, peers: list[str], dtype: str
 ) -> dict[str, dict[str, float]]:
     """Runs all rounds of one dtype. Returns row -> engine -> tokens/s."""
-    model = engine.random_model(
-        engine.SHAPES[options.shape], torch.device("cpu"), getattr(torch, dtype)
-    )
+    if options.model:
+        model, _ = load_model(options.model, dtype=dtype)
+    else:
+        shape = engine.SHAPES[options.shape]
+        model = engine.random_model(shape, torch.device("cpu"), getattr(torch, dtype))
     ceiling = engine.Ceiling(model)
     rounds: dict[str, list[Seconds]] = {peer: [] for peer in peers}
     with tempfile.TemporaryDirectory() as directory:
@@ -141,8 +145,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/peers.py")
     parser.add_argument("--home", type=Path, default=Path("runs/peers"), help="of the peers")
     parser.add_argument(
-        "--shape", choices=engine.SHAPES, default="28M", help="the model (default: 28M)"
+        "--shape", choices=engine.SHAPES, default="28M", help="random weights (default: 28M)"
     )
+    parser.add_argument("--model", help="a model instead: a directory, a .gguf file or a hub id")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--rounds", type=int, default=1, help="default: 1")
     parser.add_argument("--json", type=Path, help="where to write all figures")
@@ -154,7 +159,7 @@ def main() -> int:
             peers.append(peer)
         else:
             print(f"{peer} is left out: {options.home / peer} has no environment", file=sys.stderr)
-    figures = engine.machine(options.threads) | {"shape": options.shape}
+    figures = engine.machine(options.threads) | {"model": options.model or options.shape}
     print(", ".join(f"{name} {value}" for name, value in figures.items()))
     dtypes = ["float32"]
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.engine import machine, sampling  # noqa: E402
 from benchmarks.peers import python_of  # noqa: E402
 from nanorchestra import Engine, load_model, pack  # noqa: E402
+from nanorchestra.model.hub import local_model  # noqa: E402
 
 STREAMS, TOKENS, PROMPT, FIRSTS = 64, 256, 100, 20
 START_S = 180  # seconds at most until a server answers
@@ -178,11 +179,12 @@ def print_medians(rounds: list[dict[str, Figures]]) -> None:
 def main() -> None:
     """Prints the rounds' medians, then the works that run once."""
     parser = argparse.ArgumentParser(prog="benchmarks/serving.py")
-    parser.add_argument("--model", type=Path, default=ROOT / "assets" / "nano")
+    parser.add_argument("--model", default=ROOT / "assets" / "nano")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--home", type=Path, default=Path("runs/peers"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.model = local_model(options.model)
     torch.set_num_threads(1)
     path = str(options.model)
     commands = {"server": [sys.executable, "serve.py", "--http", "--model", path]}

@@ -27,6 +27,10 @@ class RunSection:
     root: str = setting("runs", "directory of all runs")
     seed: int = setting(0, "seed of everything that is drawn at random")
     device: Literal["auto", "cpu"] = setting("auto", "auto: a GPU if there is one")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "of computing; weights in training stay float32. auto: bfloat16 on a GPU, float32 on a CPU",
+    )
     threads: int = setting(
         0, "CPU threads of torch, whatever OMP_NUM_THREADS says; 0: cores / ranks of this machine"
     )
@@ -53,7 +57,7 @@ class ParallelSection:
 class ModelSection:
     """The model that training starts from."""
 
-    path: str = setting("", "Hugging Face directory: config.json, weights, tokenizer.json")
+    path: str = setting("", "directory in Hugging Face layout, .gguf file, or hub id: owner/name")
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,7 @@ class WarmStartSection:
 
     steps: int = setting(240, "supervised steps before GRPO")
     prompts: int = setting(16, "demonstrated tasks per step", least=1)
+    optimizer: Literal["adamw", "muon"] = setting("muon", "optimizer of the warm start")
     learning_rate: float = setting(4e-3, "peak learning rate")
     trajectories: str = setting(
         "", "runs whose attempts to imitate instead of the teacher's; comma-separated"

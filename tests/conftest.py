@@ -15,6 +15,7 @@ import pytest
 
 # Before numpy: on two threads the interpreter's small products take 100 times longer.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # a word that is no path is a hub id, and no test asks the hub
 # A job in a shell's background ignores SIGINT, and its children would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -21,6 +21,7 @@ SCRIPT = {
     "say": "<think>\nhmm\n</think>\n\nAnswer: fourty-two, or so.<|im_end|>",
     "call": f"<think>\nhmm\n</think>\n\n{CALL}\n{CALL}<|im_end|>",
     "ask": f"<think>\nhmm\n</think>\n\n{CALL}<|im_end|>",
+    "open": "hmm\n</think>\n\nAnswer<｜end▁of▁sentence｜>",
     "poison": "",
 }
 
@@ -43,7 +44,7 @@ def scripted(engine):
             if text == "":
                 drawn[row] = Draw(0, math.nan)
             elif text is not None:
-                token = tokenizer.backend.encode(text).ids[count]
+                token = tokenizer.backend.encode(text, add_special_tokens=False).ids[count]
                 drawn[row] = Draw(token, -0.5, [(token, -0.5)] * request.params.top_logprobs)
         return drawn
 

@@ -1,13 +1,13 @@
 """Estimates what a run will pay at endpoints, from a probe: a few of its tasks, played once."""
 
 import math
-from pathlib import Path
 
 from nanorchestra.agent.attempts import play
-from nanorchestra.agent.load import load_rollout
+from nanorchestra.agent.load import fetch_model, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.config import Config
 from nanorchestra.errors import require
+from nanorchestra.model.hub import is_model, names_model
 from nanorchestra.records import Trajectory
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
@@ -23,11 +23,11 @@ def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
     without weights, or if no attempt was finished.
     """
     require(count >= 2, f"--probe is {count}; it must be 2 tasks or more")
-    path = Path(config.model.path)
-    require(
-        config.model.path and (path / "config.json").exists(),
-        f"--probe: model.path is {config.model.path!r}; it must be a checkpoint, which plays",
-    )
+    word = config.model.path
+    wrong = f"--probe: model.path is {word!r}; it must be a checkpoint, which plays"
+    require(names_model(word), wrong)
+    path = fetch_model(word).path
+    require(is_model(path), wrong)
     spending = Spending()
     world = open_world(config.task, config.run.seed, sandbox, spending)
     sampling = {"temperature": config.rollout.temperature}

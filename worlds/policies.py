@@ -1,8 +1,8 @@
 """What an evaluation compares: checkpoints, models behind endpoints and routers, with fewer tools.
 
-A policy is written BASE[:CHANGE]...: a checkpoint's directory, MODEL@URL, or a router; a change is
-"basic" (tools without a language model), "none" (no tools), usd=X (the loop lets no task cost
-more), or one of its settings, like turns=10.
+A policy is written BASE[:CHANGE]...: a checkpoint (a directory, a .gguf file or a hub id),
+MODEL@URL, or a router. A change is "basic" (tools without a language model), "none" (no tools),
+usd=X (the loop lets no task cost more), or one of its settings, like turns=10.
 """
 
 import math
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.load import NANO, load_rollout
+from nanorchestra.agent.load import NANO, fetch_model, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.agent.world import World
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import read_config, read_sampling
+from nanorchestra.model.hub import is_model, names_model
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Price, Task
 from nanorchestra.schemas import Json
@@ -43,7 +44,7 @@ CONTEXT = 32768  # tokens of an endpoint
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy as it was written, and what that means.
+    """A policy as it was written, and what that means. `base` of a checkpoint is where it lies.
 
     `settings` are `tools` ("all", "basic" or "none"), and `usd` if the policy has a limit. A
     checkpoint and an endpoint also have LIMITS, sampling and `from`, where these come from; a
@@ -115,10 +116,13 @@ def parse(text: str, routers: Collection[str]) -> Policy:
         settings |= endpoint_settings(base)
     else:
         kind = "checkpoint"
-        known = f"a checkpoint's directory, MODEL@URL, or one of {', '.join(routers)}"
-        is_checkpoint = (Path(base) / "config.json").is_file()
-        require(is_checkpoint, f"--policy {text}: {base} is none of {known}")
-        settings |= checkpoint_settings(Path(base))
+        known = f"a checkpoint, a hub id, MODEL@URL, or one of {', '.join(routers)}"
+        unknown = f"--policy {text}: {base} is none of {known}"
+        require(names_model(base), unknown)
+        path = fetch_model(base).path
+        require(is_model(path), unknown)
+        settings |= checkpoint_settings(path)
+        base = str(path)
     for change in changes:
         if change in TOOLS:
             settings["tools"] = change

@@ -1,4 +1,4 @@
-"""Loads the checkpoint that serve.py and evaluate.py run."""
+"""Finds and loads the checkpoint that serve.py and evaluate.py run."""
 
 import sys
 from dataclasses import replace
@@ -10,14 +10,58 @@ from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
-from nanorchestra.model.hf_config import stored_dtype
+from nanorchestra.model import chat
+from nanorchestra.model.hf_config import read_config, stored_dtype, stored_group
+from nanorchestra.model.hub import Source, find, gigabytes
 from nanorchestra.model.native import library, pack
-from nanorchestra.model.weights import load_model
+from nanorchestra.model.quantise import quantise_model
+from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.weights import load_model, memory_bytes, model_bytes
 from nanorchestra.schemas import Json
 from nanorchestra.tools.devices import device_named
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled checkpoint
 PAGE = 16  # tokens of a KV page
+
+
+def fetch_model(
+    word: str | Path, quantise: str | None = None, device: torch.device | None = None
+) -> Source:
+    """Returns where the model of a user's word lies; one of the hub is downloaded.
+
+    Before the download a line on stderr says what it needs of disk and memory. Options are those of
+    `load_rollout`. UserError, also if it cannot fit.
+    """
+    source = find(word)
+    if source.missing:
+        device = device or device_named()
+        needed, memory = _weight_bytes(source, quantise, device), memory_bytes(device)
+        needs = f"needs {gigabytes(needed)} of memory for its weights, of {gigabytes(memory)} here"
+        print(f"{source.summary}; {needs}", file=sys.stderr)
+        ways = "a smaller model" if quantise else "--quantise int4, or a smaller model"
+        require(needed <= memory, f"{word}: {needs}; take {ways}")
+    source.download()
+    return source
+
+
+def _weight_bytes(source, quantise, device) -> int:
+    """Returns the bytes that the weights will take, or in a .gguf file the fewest possible."""
+    if source.hub_id.file:
+        return source.numbers // 2 if quantise else 2 * source.numbers
+    with torch.device("meta"):
+        model = Qwen3(read_config(source.path)).to(_dtype(source.path, device))
+    if quantise:
+        quantise_model(model, quantise, stored_group(source.path))
+    return model_bytes(model)
+
+
+def _dtype(path, device) -> torch.dtype:
+    """Returns the dtype of computing: bfloat16 on a GPU, and on a CPU if the weights are stored so.
+
+    A CPU must multiply it, too.
+    """
+    half = device.type == "cuda" or stored_dtype(path) == "bfloat16" and library(torch.bfloat16)
+    return torch.bfloat16 if half else torch.float32
 
 
 def load_rollout(
@@ -28,6 +72,7 @@ def load_rollout(
     quantise: str | None = None,
     device: torch.device | None = None,
     least_pool: bool = False,
+    chats: bool = False,
     **engine_options: int,
 ) -> Rollout:
     """Returns a rollout of a checkpoint: in bfloat16 on a GPU, in float32 on a CPU.
@@ -37,15 +82,19 @@ def load_rollout(
     positions bound their context too. quantise: "int8", "int4" or "fp8" rounds the linear layers.
     device: None: this thread's GPU, else the CPU. The KV pool of a GPU is what memory is free,
     unless engine_options of Engine say another, or `least_pool`, with which it has room for
-    `running` attempts, as on a CPU. UserError if the checkpoint is not whole.
+    `running` attempts, as on a CPU. With `chats` the tokenizer may lack Qwen3's markers: such a
+    model answers, but calls no tools. UserError if the checkpoint is not whole.
     """
     device = device or device_named()
     cuda = device.type == "cuda"
-    half = cuda or stored_dtype(path) == "bfloat16" and library(torch.bfloat16)
-    dtype = "bfloat16" if half else "float32"
+    dtype = str(_dtype(path, device)).removeprefix("torch.")
     model, tokenizer = load_model(path, str(device), dtype, quantise)
     pack(model)
     require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
+    if not chats:
+        tokenizer.require_markers(path)
+    elif tokenizer.template is not None:
+        chat.check_template(tokenizer)
     context = min(limits.context_tokens, model.config.max_position_embeddings)
     if (least_pool or not cuda) and not engine_options:
         pages_per_attempt = -(-context // PAGE) + 1

@@ -197,7 +197,8 @@ class Attempt:
         seed = self.seed
         if self.notes:  # noise is a function of (seed, position), and these prompts begin alike
             seed = (seed + number * SEED_STEP) % 2**63
-        self.stream = TurnStream(self.tokenizer)
+        thinks = chat.opens_thinking(self.tokenizer, self.trajectory.ids)
+        self.stream = TurnStream(self.tokenizer, calls=self.tokenizer.markers, thinks=thinks)
         params = self.rollout.params(seed, max_tokens)
         return await self.conversation.sample(params, self._on_token if self.on_event else None)
 
@@ -216,7 +217,8 @@ class Attempt:
         turn = Turn(start, len(t.ids), completion.finish_reason, context=self.context_start)
         t.turns.append(turn)
         t.latency_s += self.rollout.seconds_per_token * len(completion.token_ids)
-        parsed = chat.parse(self.tokenizer, completion.token_ids)
+        thinks = chat.opens_thinking(self.tokenizer, t.ids[:start])
+        parsed = chat.parse(self.tokenizer, completion.token_ids, thinks)
         misses_call = self.answers_by_tool and not parsed.calls
         turn.well_formed = parsed.well_formed and not misses_call
         t.well_formed = t.well_formed and turn.well_formed

@@ -17,6 +17,7 @@ from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.load import load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError, require
+from nanorchestra.model.hub import is_model, local_model, names_model
 from nanorchestra.records import RESULT_WORDS, Preference, Task, ToolResult, part
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.allowance import UNLIMITED, Allowance, too_dear
@@ -30,8 +31,9 @@ _LOADING = threading.Lock()  # two threads that ask first would load twice
 
 @dataclass
 class Orchestrator:
-    """Another orchestrator as an expert: a checkpoint at `model`, with `tools` of its own.
+    """Another orchestrator as an expert: a checkpoint `model`, with `tools` of its own.
 
+    `model` is a user's word for it, and then where it lies; one of the hub is downloaded at once.
     Its tools are those of its catalogue, and itself while `depth` is above 1. The checkpoint is
     loaded by `load`, else at the first call, once for each depth, and works on one task at a time.
     `device` is where; None: this thread's GPU, else the CPU. `allowance` is what its caller leaves
@@ -51,10 +53,11 @@ class Orchestrator:
     parameters = arguments_schema(task="string")
 
     def __post_init__(self) -> None:
-        require(
-            (Path(self.model) / "config.json").exists(),
-            f"{self.name}: model is {self.model!r}; it must be a checkpoint's directory",
-        )
+        wrong = f"{self.name}: model is {self.model!r}; it must be a checkpoint or a hub id"
+        require(names_model(self.model), wrong)
+        path = local_model(self.model)
+        require(is_model(path), wrong)
+        self.model = str(path)
         self.device = self.device or device_named()  # before a thread with another one calls it
 
     def load(self) -> None:

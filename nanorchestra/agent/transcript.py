@@ -26,7 +26,7 @@ class Transcript:
     def lead(self, env: Any) -> None:
         """Puts the transcript before the message of `env`."""
         (question,) = env.messages
-        if self.messages:
+        if self.messages and self.tokenizer.markers:  # else the template writes all anew
             next_ids = chat.encode_reply(self.tokenizer, "user", [question["content"]])
             env.prompt = [*self._head(env), *self.ids, *next_ids]
         env.messages = [*self.messages, question]
@@ -34,6 +34,8 @@ class Transcript:
     def keep(self, env: Any, attempt: Trajectory) -> None:
         """Adds the attempt at `env` that `lead` began, whether it has ended or was stopped."""
         self.messages = [*env.messages, {"role": "assistant", "content": attempt.answer}]
+        if not self.tokenizer.markers:
+            return
         self.ids = attempt.ids[len(self._head(env)) :]
         if self.ids[-1:] != [self.tokenizer.im_end]:
             self.ids.append(self.tokenizer.im_end)

@@ -52,7 +52,7 @@ class Form:
     def grammar(self, tokenizer: Tokenizer) -> str:
         """Returns the grammar in llguidance's Lark."""
         begin, end, call, call_end = (
-            f"<[{tokenizer.token_id(name)}]>" for name in (THINK, THINK_END, CALL, CALL_END)
+            _tag(tokenizer, tag) for tag in (THINK, THINK_END, CALL, CALL_END)
         )
         bodies = [] if self.schema is None else ["%json " + _json(self.schema, self.strict)]
         call = "" if self.free else call  # else the parser has seen it
@@ -61,8 +61,8 @@ class Form:
             schema = _json(_call(function), bool(function.get("strict")))
             bodies.append(f"{call} /\\n?/ %json {schema} /\\n?/ {call_end}")
         think = rf"think: {begin} /(.|\n)*/ {end} /\n?\n?/"
-        start = "think? " if self.thinks and not self.free else ""
-        return f"start: {start}({' | '.join(bodies)})\n{think}"
+        thinks = self.thinks and not self.free and tokenizer.markers
+        return f"start: {'think? ' if thinks else ''}({' | '.join(bodies)})\n{think}"
 
 
 class Guide:
@@ -163,6 +163,12 @@ def problem_of(matcher: LLMatcher) -> str:
     if reason.startswith("NoExtension"):
         reason = "no JSON fits it; a $ref may lead back to itself"
     return f"schema: {reason[:300] or 'the grammar cannot be followed'}"
+
+
+def _tag(tokenizer, tag) -> str:
+    """Returns a tag of a turn in Lark: its id, or its text in a tokenizer that lacks it."""
+    token = tokenizer.backend.token_to_id(tag)
+    return json.dumps(tag) if token is None else f"<[{token}]>"
 
 
 def _json(schema, strict) -> str:

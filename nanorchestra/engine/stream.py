@@ -11,11 +11,13 @@ class TurnStream:
 
     A call is given whole; the k-th is `parser.calls[k]`. Joined, the deltas are what `chat.parse`
     gives for the whole turn. Without `calls`, a tag of a call is content; what is no turn of a
-    `chat` is content throughout.
+    `chat` is content throughout. With `thinks` the turn begins within its reasoning.
     """
 
-    def __init__(self, tokenizer: Tokenizer, calls: bool = True, chat: bool = True):
-        self._tokenizer, self.parser, self._chat = tokenizer, StreamParser(calls), chat
+    def __init__(
+        self, tokenizer: Tokenizer, calls: bool = True, chat: bool = True, thinks: bool = False
+    ):
+        self._tokenizer, self.parser, self._chat = tokenizer, StreamParser(calls, thinks), chat
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, *tokens: int, final: bool = False) -> list[tuple[str, str]]:

@@ -1,5 +1,7 @@
 """Qwen3's chat format: messages -> text or ids. parser.py is the opposite direction.
 
+A model whose tokenizer lacks Qwen3's markers has a format of its own: template.py renders it.
+
 A prompt is a sequence of pieces. A `Marker` is one of the template's own tokens and becomes one id;
 every other piece is text. Only the template makes Markers, so no user, tool or model text can forge
 one. The text between two markers is encoded at once, which gives the ids that Hugging Face gives.
@@ -9,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from nanorchestra.errors import require
 from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END, Marker
 from nanorchestra.model.parser import parse as parse  # chat.parse
 from nanorchestra.model.tokenizer import Tokenizer
@@ -39,8 +42,33 @@ def encode(
     tools: list[Json] | None = None,
     enable_thinking: bool | None = None,
 ) -> list[int]:
-    """Returns the ids of `render`, with added-token ids only where the template puts them."""
+    """Returns the ids of `render`, with added-token ids only where the template puts them.
+
+    Without Qwen3's markers they are those of the model's own template. UserError if that fails.
+    """
+    if not tokenizer.markers:
+        return _template(tokenizer).encode(messages, tools, enable_thinking)
     return _ids(tokenizer, _prompt(messages, tools, True, enable_thinking))
+
+
+def check_template(tokenizer: Tokenizer, tools: bool = False) -> None:
+    """Raises UserError if the tokenizer's own template is wrong.
+
+    With `tools` also if it takes none, or has calls written in a form that parser.py does not read.
+    """
+    reads_calls = tokenizer.markers or _template(tokenizer).parses_calls
+    require(
+        reads_calls or not tools,
+        f"tools: the chat template of this model takes no tools whose calls stand in {CALL}; "
+        "leave them out",
+    )
+
+
+def opens_thinking(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
+    """Returns whether a prompt ends with <think>, as the templates of DeepSeek-R1's kind let it."""
+    if tokenizer.markers:
+        return False
+    return tokenizer.decode(prompt[-2:]).endswith((THINK, THINK + "\n"))
 
 
 def encode_reply(tokenizer: Tokenizer, role: str, contents: Sequence[str]) -> list[int]:
@@ -62,6 +90,12 @@ def encode_assistant(
     content = content.lstrip("\n")
     written = _calls([(call.name, call.arguments) for call in calls], bool(content))
     return _ids(tokenizer, (*_think(reasoning), content, *written, IM_END))
+
+
+def _template(tokenizer):
+    from nanorchestra.model.template import template_of  # brings jinja2, which few models need
+
+    return template_of(tokenizer)
 
 
 def _prompt(messages, tools, add_generation_prompt, enable_thinking) -> Iterator[str]:

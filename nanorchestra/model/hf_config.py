@@ -1,11 +1,11 @@
 """Reads the configuration of a decoder from config.json in Hugging Face layout, and writes one.
 
+A GGUF file stands for a directory here: its metadata has the fields of its files.
 Three values of model_type are read: qwen3, qwen2 (Qwen2 and Qwen2.5) and llama. Fields that are
 missing have transformers' defaults. What the decoder does not compute is refused.
 """
 
 import math
-import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_object, read_toml
+from nanorchestra.files import read_toml
 from nanorchestra.model.compressed import FORMATS
+from nanorchestra.model.gguf_model import has, read_model_object
 from nanorchestra.model.qwen3 import ModelConfig
 from nanorchestra.model.rope import (
     Llama3Scaling,
@@ -52,17 +53,18 @@ _SUPPORTED = {
     "partial_rotary_factor": (1.0,),
     "quantization_config": (None, *FORMATS, "awq"),
 }
+MODEL_TYPES = tuple(_KINDS)  # also the names of GGUF architectures
 _ROPE_TYPES = "default", "llama3", "yarn"
 _DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Returns the configuration of a checkpoint directory.
+    """Returns the configuration of a checkpoint directory or a GGUF file.
 
     The end-of-sequence ids are those of generation_config.json if it names any. Raises UserError.
     """
     file = Path(path) / "config.json"
-    config = config_from_hf(read_object(file), str(file))
+    config = config_from_hf(read_model_object(file), str(file))
     generation = file.with_name(GENERATION)
     ids = _eos_ids(_generation(path), str(generation), config.vocab_size)
     return replace(config, eos_token_ids=ids or config.eos_token_ids)
@@ -70,7 +72,7 @@ def read_config(path: str | Path) -> ModelConfig:
 
 def stored_dtype(path: str | Path) -> str | None:
     """Returns the dtype of a checkpoint's weights, if its config.json says it."""
-    config = read_object(Path(path) / "config.json")
+    config = read_model_object(Path(path) / "config.json")
     return config.get("dtype") or config.get("torch_dtype")
 
 
@@ -80,7 +82,7 @@ def stored_group(path: str | Path) -> int | None:
     Raises UserError for a form that is not read.
     """
     file = Path(path) / "config.json"
-    return _awq_group(read_object(file), str(file))
+    return _awq_group(read_model_object(file), str(file))
 
 
 def _awq_group(data, source) -> int | None:
@@ -129,7 +131,7 @@ def read_sampling(path: str | Path) -> dict[str, float]:
 def _generation(path) -> dict[str, Any]:
     """Returns the contents of generation_config.json, {} without one."""
     file = Path(path) / GENERATION
-    return read_object(file) if os.path.lexists(file) else {}
+    return read_model_object(file) if has(file) else {}
 
 
 def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> ModelConfig:

@@ -21,6 +21,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from nanorchestra.files import write_whole
+from nanorchestra.model.hub import HubId
 from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.sharded import fill, whole
@@ -150,6 +151,7 @@ def disabled(model: Qwen3) -> Iterator[None]:
 def save_adapter(model: Qwen3, path: Path, base: str = "", write: bool = True) -> None:
     """Writes the adapters in PEFT's layout, which peft.PeftModel loads onto the model named `base`.
 
+    `base` is a path, or a hub id, with its commit as owner/name@COMMIT.
     All ranks of a sharded model call this, one of them with `write`. Raises UserError if `path`
     cannot be written.
     """
@@ -164,10 +166,15 @@ def save_adapter(model: Qwen3, path: Path, base: str = "", write: bool = True) -
             tensors[f"base_model.model.{part}.lora_B.weight"] = b[rows].contiguous()
     if not write:
         return
+    name, revision = base, None
+    hub_id = HubId.parse(base)
+    if hub_id and hub_id.is_commit:
+        name, revision = hub_id.repo, hub_id.revision
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name,
+        "revision": revision,
         "r": module.rank,
         "lora_alpha": module.scale * module.rank,
         "target_modules": sorted(targets),

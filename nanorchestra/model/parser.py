@@ -23,14 +23,15 @@ THINK, THINK_END = Marker("<think>"), Marker("</think>")
 CALL, CALL_END = Marker("<tool_call>"), Marker("</tool_call>")
 
 
-def parse(tokenizer: Tokenizer, ids: Sequence[int]) -> ParsedTurn:
+def parse(tokenizer: Tokenizer, ids: Sequence[int], thinks: bool = False) -> ParsedTurn:
     """Returns the parts of one sampled turn; a bad call carries its `error`.
 
     The turn starts after the generation prompt; a final <|im_end|> is dropped. A turn that opens
-    with <think> is reasoning up to </think>.
+    with <think>, or whose prompt ended so (`thinks`), is reasoning up to </think>. Without Qwen3's
+    markers there are no calls.
     """
     ended = len(ids) and ids[-1] in tokenizer.eos_ids
-    parser = StreamParser()
+    parser = StreamParser(tokenizer.markers, thinks)
     parser.feed(tokenizer.decode(ids[:-1] if ended else ids))
     return parser.finish()
 
@@ -40,15 +41,16 @@ class StreamParser:
 
     The deltas of a kind, "reasoning" or "content", joined with those that `finish` leaves in
     `last_deltas`, are that part of the turn. The k-th "tool_call" delta is the text of `calls[k]`.
-    With `has_calls` False all that follows the reasoning is content.
+    With `has_calls` False all that follows the reasoning is content. With `thinks` the text begins
+    within the reasoning.
     """
 
-    def __init__(self, has_calls: bool = True) -> None:
+    def __init__(self, has_calls: bool = True, thinks: bool = False) -> None:
         self._call_tag = CALL if has_calls else ""
         self.calls: list[ToolCall] = []
         self.last_deltas: list[tuple[str, str]] = []
         self._parts = {"reasoning": "", "content": ""}
-        self._kind = ""  # of the section; "": undecided
+        self._kind = "reasoning" if thinks else ""  # of the section; "": undecided
         self._text = ""  # of the section, and what follows it
         self._shown = 0  # characters of the section
         self._truncated = False

@@ -1,4 +1,7 @@
-"""Writes safetensors files with their SHA-256, and opens them once they are known to be sound."""
+"""Writes safetensors files with their SHA-256, and opens them once they are known to be sound.
+
+A GGUF file's tensors are read by the same methods.
+"""
 
 import hashlib
 import json
@@ -13,6 +16,8 @@ from torch import Tensor
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import open_regular
+from nanorchestra.model.gguf_file import GgufTensor
+from nanorchestra.model.gguf_model import GgufModel
 
 DTYPES = {
     torch.float64: "F64",
@@ -71,3 +76,18 @@ def open_tensors(path: Path) -> Any:
         raise UserError(
             f"{path}: not a whole safetensors file ({reason}); is the download complete?"
         ) from error
+
+
+class GgufTensors:
+    """The tensors of a GGUF file by Hugging Face name, with the methods of a safetensors file."""
+
+    def __init__(self, model: GgufModel) -> None:
+        self._model = model
+
+    def get_slice(self, name: str) -> GgufTensor:
+        """Returns what knows a tensor's shape and dtype."""
+        return self._model.tensors[name]
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Returns a tensor, widened to fp32."""
+        return torch.from_numpy(self._model.array(name))

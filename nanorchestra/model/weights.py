@@ -1,4 +1,4 @@
-"""Loads a checkpoint in Hugging Face layout, and copies weights in and out by their HF names.
+"""Loads a checkpoint in Hugging Face layout or GGUF; copies weights in and out by their HF names.
 
 The model holds q, k, v and gate, up as one matrix each. Only this file knows their HF names, which
 are row ranges of the fused matrices (PARTS). Loading holds one tensor at a time, and rounds it at
@@ -19,12 +19,14 @@ from torch import Tensor
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import SUMS, check_sums, is_file_name, read_object, read_sums
 from nanorchestra.model.compressed import FourBit, awq_decompressed, decompressed
+from nanorchestra.model.gguf_model import gguf_model, has
 from nanorchestra.model.hf_config import read_config, stored_group
+from nanorchestra.model.hub import local_model
 from nanorchestra.model.native import PackedLinear
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model, require_card
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import fill, is_sharded, local, whole
-from nanorchestra.model.tensor_files import open_tensors
+from nanorchestra.model.tensor_files import GgufTensors, open_tensors
 from nanorchestra.model.tokenizer import Tokenizer
 
 # Module of a checkpoint -> ours, and which of its rows: part_rows counts them. Parts lie in this
@@ -83,21 +85,22 @@ def load_model(
     quantise: str | None = None,
     build: Callable[[ModelConfig], Qwen3] = Qwen3,
 ) -> tuple[Qwen3, Tokenizer | None]:
-    """Returns the model of a checkpoint directory and its tokenizer, None without tokenizer.json.
+    """Returns the model of a checkpoint and its tokenizer, None without tokenizer.json.
 
-    `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read; those that are stored
-    in 4 or 8 bits are widened before, but for AutoAWQ's, which "int4" holds as they are. `build`
-    makes the model without memory; dtype None keeps the dtypes it chooses. Raises UserError for
-    anything wrong with the directory.
+    `path` is a directory, a GGUF file or any other word that hub.local_model takes, such as
+    "Qwen/Qwen3-0.6B". `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read;
+    those that are stored in 4 or 8 bits are widened before, but for AutoAWQ's, which "int4" holds
+    as they are. `build` makes the model without memory; dtype None keeps the dtypes it chooses.
+    Raises UserError for anything wrong with the checkpoint.
     """
-    path = Path(path)
+    path = local_model(path)
     if os.path.lexists(path / SUMS):
         check_saved(path)
     config = read_config(path)
     shards = _open_shards(path)
     _check_sizes(config, shards, path)
     tokenizer = None
-    if os.path.lexists(path / "tokenizer.json"):
+    if has(path / "tokenizer.json"):
         tokenizer = Tokenizer.from_dir(path)
         require(
             tokenizer.vocab_size <= config.vocab_size,
@@ -236,7 +239,10 @@ def check_saved(path: Path) -> None:
 
 
 def _open_shards(path) -> dict[str, Any]:
-    """Returns the open file of each tensor in a checkpoint directory, by the tensor's name."""
+    """Returns the open file of each tensor in a checkpoint, by the tensor's name."""
+    gguf = gguf_model(path)
+    if gguf is not None:
+        return dict.fromkeys(gguf.tensors, GgufTensors(gguf))
     index = path / INDEX
     files, weight_map = {SINGLE}, {}
     if os.path.lexists(index):
@@ -294,17 +300,24 @@ def _check_sizes(config, shards, path) -> None:
 
 def _check_memory(model, device, path) -> None:
     """Raises UserError if the model, not allocated yet, is larger than the device's memory."""
-    tensors = [*model.parameters(), *model.buffers()]
-    model_bytes = sum(local(x).numel() * x.element_size() for x in tensors)
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed, memory = model_bytes(model), memory_bytes(device)
     require(
-        model_bytes <= memory,
-        f"{path}: its weights take {model_bytes / 1e9:.1f} GB here; "
-        f"{device} has {memory / 1e9:.1f} GB",
+        needed <= memory,
+        f"{path}: its weights take {needed / 1e9:.1f} GB here; {device} has {memory / 1e9:.1f} GB",
     )
+
+
+def model_bytes(model: Qwen3) -> int:
+    """Returns the bytes of a model's tensors on this rank, allocated or not."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(local(x).numel() * x.element_size() for x in tensors)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Returns the bytes of all memory of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | FourBit]]:

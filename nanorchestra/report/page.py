@@ -117,7 +117,9 @@ def browser(rows: list[Json], piece: Callable[[int], str]) -> Json:
 def _pieces(run):
     """Return the text of an id by the tokenizer of the run, or of the checkpoint it began from."""
     config = read_toml(run.path / "config.toml")
-    folder = Path(config.get("model", {}).get("path") or run.path / "tokenizer")
+    folder = run.path / "tokenizer"
+    if not folder.exists():
+        folder = Path(config.get("model", {}).get("path") or ".")
     if not (folder / "tokenizer.json").exists():
         return lambda token: f"{token} "
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

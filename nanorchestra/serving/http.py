@@ -75,6 +75,8 @@ FORMS = {
 class Server(uvicorn.Server):
     """Serves the engine of a rollout as the model `name`, and the rollout as NAME+tools.
 
+    A model without Qwen3's markers is served alone.
+
     make_environment(question, words, vector, seed): the environment of an attempt, with the user's
     preference in words and as a vector. defaults: parameters where a body has none. host: where it
     listens. key: "" to serve every client.
@@ -92,7 +94,9 @@ class Server(uvicorn.Server):
         self.rollout, self.make_environment = rollout, make_environment
         self.defaults = defaults | {"max_tokens": rollout.engine.max_context}
         self.host, self.key = host, key
-        self.service, self.models = Service(rollout.engine), [name, f"{name}+tools"]
+        self.service, self.models = Service(rollout.engine), [name]
+        if rollout.tokenizer.markers:
+            self.models.append(f"{name}+tools")
         self.grammars = Grammars(rollout.tokenizer)
         # A thread each: reading bodies holds the interpreter, which the engine needs too.
         self.small, self.large = (ThreadPoolExecutor(1, name) for name in ("small", "large"))
@@ -172,7 +176,7 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         thread = self.small if len(raw) <= SMALL else self.large
         body, prompts = await loop.run_in_executor(thread, self._read, raw, schema)
-        if body["model"] == self.models[1]:
+        if body["model"] != self.models[0]:
             return body, orchestrated(self.service, self.rollout, self.make_environment, body)
         tokenizer, guide = self.rollout.tokenizer, None
         if (form := form_of(body)) is not None:
@@ -228,7 +232,7 @@ async def sampled(service, tokenizer, body, prompts):
 
     prompts: (ids, SamplingParams) of each choice.
     """
-    choices = [Choice(body, i, tokenizer) for i in range(len(prompts))]
+    choices = [Choice(body, i, tokenizer, ids) for i, (ids, _) in enumerate(prompts)]
     first = {}  # what the first chunk has beside its choices
     if body["return_token_ids"]:
         first["prompt_token_ids"] = prompts[0][0]

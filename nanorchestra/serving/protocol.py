@@ -5,6 +5,7 @@ openapi.json, which the server publishes, has the forms and the defaults of the 
 
 import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,14 +79,17 @@ def count_choices(body: Json) -> int:
 
 
 def as_prompts(body: Json, tokenizer: Tokenizer) -> list[list[int]]:
-    """Returns the ids of the prompts of a body."""
+    """Returns the ids of the prompts of a body. UserError if it has tools that are not served."""
     if "messages" in body:
+        if body["tools"]:
+            chat.check_template(tokenizer, tools=True)
         template = body["chat_template_kwargs"]
         return [chat.encode(tokenizer, body["messages"], body["tools"], **template)]
     prompts = body["prompt"]
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         prompts = [prompts]
-    return [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+    bos = tokenizer.bos_ids
+    return [bos + tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
 
 
 def form_of(body: Json) -> Form | None:
@@ -133,6 +137,7 @@ class Choice:
     body: Json
     index: int
     tokenizer: Tokenizer
+    prompt: Sequence[int]
     count: int = 0
     finish_reason: str | None = None
 
@@ -141,7 +146,8 @@ class Choice:
         self._held = ""  # content that may begin a stop
         self._is_chat = "messages" in self.body
         self._many = self.body.get("parallel_tool_calls", True)
-        self._stream = TurnStream(self.tokenizer, bool(self.body["tools"]), self._is_chat)
+        thinks = chat.opens_thinking(self.tokenizer, self.prompt)
+        self._stream = TurnStream(self.tokenizer, bool(self.body["tools"]), self._is_chat, thinks)
 
     def feed(self, request: Request, ended: str | None) -> Json | None:
         """Returns the chunk of what is new, None if nothing is; `ended`: why nothing follows."""

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_json_lines, read_text, replace_directory, write_whole
+from nanorchestra.model.hub import find
 from nanorchestra.schemas import check, whole_characters
 from nanorchestra.tools.devices import device_named
 from nanorchestra.tools.embed import Embedder
@@ -84,7 +85,8 @@ def build_index(
 ) -> int:
     """Builds, or goes on building, an index of a directory or JSONL file; returns its passages.
 
-    `checkpoint` is a Qwen3-Embedding directory, whose vectors are indexed; None: the words are.
+    `checkpoint` is a Qwen3-Embedding, a directory or hub id, whose vectors are indexed; None: the
+    words are.
     `kind` is "flat" or "ivfpq"; None: flat for up to 4 GiB of vectors. What is there already is
     kept if the corpus has not changed. Raises UserError.
     """
@@ -105,7 +107,9 @@ def build_index(
                 write_whole(new / MANIFEST, json.dumps(corpus))
         passages = Passages(out)
         if checkpoint:
-            _write_vectors(passages, out, str(Path(checkpoint).resolve()), kind)
+            source = find(checkpoint)
+            name = source.name if source.hub_id else str(source.path.resolve())
+            _write_vectors(passages, out, name, kind)
         elif not (out / BY_WORDS).exists():
             with replace_directory(out / BY_WORDS) as new:
                 word_index(passage.text for passage in passages).save(new, show_progress=False)

@@ -1,7 +1,8 @@
 """Computes the vectors of texts with Qwen3-Embedding (arXiv 2506.05176), by our own decoder.
 
 A text's vector is the normalised hidden state of its last token, <|endoftext|>. A query stands
-behind an instruction, a passage alone. Any Qwen3 backbone in Hugging Face layout loads.
+behind an instruction, a passage alone. Any Qwen3 backbone in Hugging Face layout loads, by its
+directory or hub id.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ class Embedder:
             build=lambda config: Qwen3(replace(config, tie_word_embeddings=True)),
         )
         require(self._tokenizer, f"{checkpoint}: no tokenizer.json")
+        is_qwen3 = self._tokenizer.markers
+        require(is_qwen3, f"{checkpoint}: its tokenizer is not that of Qwen3-Embedding")
         self.dimension = self._model.config.hidden_size
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:

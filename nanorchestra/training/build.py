@@ -1,6 +1,9 @@
 """Builds the parts of a run from its config: model, tokenizer, trainer, engine and rollout."""
 
-from pathlib import Path
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -9,9 +12,10 @@ from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, require
 from nanorchestra.model import lora
 from nanorchestra.model.hf_config import stored_group
+from nanorchestra.model.hub import find, local_model, names_model
 from nanorchestra.model.native import pack
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import Qwen3
@@ -22,14 +26,62 @@ from nanorchestra.training.distributed import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
 SPARE_PAGES = 64
-WARM_START_OPTIMIZER = "muon"
+DOWNLOAD_S = 24 * 3600.0  # that ranks wait for the download of another one
+DRAFT = "python -m worlds.miniature.draft {} --world domains writes an untrained one for domains"
 
 
 def device_and_dtype(config: Config) -> tuple[str, torch.dtype]:
     """Returns the device of training on this machine, and the dtype of computing on it."""
-    if config.run.device == "auto" and torch.cuda.is_available():
-        return "cuda", torch.bfloat16
-    return "cpu", torch.float32
+    cuda = config.run.device == "auto" and torch.cuda.is_available()
+    dtype = config.run.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if cuda else "float32"
+    return "cuda" if cuda else "cpu", getattr(torch, dtype)
+
+
+def fetch_policy(config: Config, ranks: Ranks) -> Config:
+    """Returns the config with the commit of a hub id in model.path; its files are on every node.
+
+    One rank of a node downloads. All ranks call this. UserError.
+    """
+    path = config.model.path
+    name = ""
+    if ranks.first and names_model(path) and not os.path.lexists(path):
+        name = _commit_of(config)
+    name = ranks.broadcast(name)
+    if not name:
+        return config  # load_policy refuses what does not exist
+    waiting = ranks.new_group(DOWNLOAD_S)
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        with _interrupted_at_once():
+            local_model(name)
+    waiting.barrier()
+    return config.replace({"model.path": name})
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Lets SIGINT and SIGTERM end a download; train.py takes them as a wish to end after a step."""
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as a shell starts a job in background
+            handlers[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _commit_of(config) -> str:
+    """Returns model.path, a hub id, with its commit."""
+    path = config.model.path
+    try:
+        return find(path).name
+    except UserError as error:
+        if config.task.world != "domains":
+            raise
+        raise UserError(f"{error}; {DRAFT.format(path)}") from None
 
 
 def load_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Qwen3, Tokenizer]:
@@ -40,11 +92,11 @@ def load_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Qwen3
     seed, path = config.run.seed, config.model.path
     offload, in_4_bits = config.parallel.cpu_offload, config.lora.base == "int4"
     require(
-        path and Path(path).exists(),
-        f"model.path is {path!r}; it must be a Hugging Face directory (python -m "
-        f"worlds.miniature.draft {path or 'DIRECTORY'} --world domains writes an untrained one for "
-        "the world domains)",
+        names_model(path),
+        f"model.path is {path!r}; it must be a directory in Hugging Face layout, a .gguf file or a "
+        f"hub id ({DRAFT.format(path or 'DIRECTORY')})",
     )
+    path = local_model(path)
     require(
         not in_4_bits or ranks.world_size == 1,
         f"lora.base is int4 on {ranks.world_size} processes; engine and trainer of one process "
@@ -59,6 +111,7 @@ def load_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Qwen3
     model, tokenizer = load_model(path, device=device, dtype=None, build=build)
     lora.reset(model, seed)
     require(tokenizer, f"{path}: no tokenizer.json; training needs it beside the weights")
+    tokenizer.require_markers(path)
     return model, tokenizer
 
 
@@ -89,7 +142,7 @@ def build_trainer(
     return Trainer(
         model,
         vocab_limit=tokenizer.vocab_size,
-        optimizer=WARM_START_OPTIMIZER,
+        optimizer=config.warm_start.optimizer,
         ranks=ranks,
         settings=TrainerSettings(
             token_budget=config.grpo.token_budget,

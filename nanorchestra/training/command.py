@@ -76,9 +76,12 @@ def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
         f"run.name is {name!r}; it must be the name of a directory, which {config.run.root} gets",
     )
     path = Path(config.run.root) / name
-    # torchrun starts the same command again after a failure.
+    # torchrun starts the same command again after a failure. The run's own config.toml has the
+    # commit of its model, too.
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    return config, path, again and (path / "config.toml").exists()
+    if again and (path / "config.toml").exists():
+        return settings.load_config(path / "config.toml"), path, True
+    return config, path, False
 
 
 def prepare_process(config: Config) -> None:

@@ -52,9 +52,10 @@ T = TypeVar("T")
 class Ranks:
     """This process among the ranks of a run. Rank 0 writes the records.
 
-    `mesh` is None while parameters are plain tensors: one process in float32 on a CPU. Else it is a
-    device mesh whose last dimension "shard" divides the weights. With a first dimension "replicate"
-    each group of ranks that shards has a whole copy (HSDP). `group` is of gloo, also beside NCCL.
+    `mesh` is None while parameters are plain tensors: one process that computes in float32. Else it
+    is a device mesh whose last dimension "shard" divides the weights. With a first dimension
+    "replicate" each group of ranks that shards has a whole copy (HSDP). `group` is of gloo, also
+    beside NCCL.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"):

@@ -6,12 +6,14 @@ Memory is of one GPU in GB of 1e9 bytes, for a full token budget. Seconds are of
 attempts fill TYPICAL of their context: the roofline, and that divided by an efficiency.
 """
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanorchestra.config import Config
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import PRESETS, read_config
+from nanorchestra.model.hub import find, is_model, names_model
 from nanorchestra.model.qwen3 import ModelConfig
 from nanorchestra.training.costs import GB, GPUS, Costs, Gpu
 
@@ -172,7 +174,8 @@ def smallest(setup: Setup, way: dict[str, object], limit: float) -> str:
 def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple[str, bool]:
     """Returns the plan as text, and whether the config fits in the memory of a GPU. UserError.
 
-    Without `memory_gb` it is the GPU's as sold. model.path may end in the name of a preset.
+    Without `memory_gb` it is the GPU's as sold. Of a hub id config.json alone is downloaded. Where
+    that fails, or model.path does not exist, the name at its end may be that of a preset.
     """
     require(gpus > 0, f"--gpus is {gpus}; it must be 1 or more")
     in_4_bits = config.lora.base == "int4"
@@ -183,13 +186,11 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
     )
     limit = GPUS[name].memory if memory_gb is None else memory_gb * GB
     require(limit > 0, f"--memory is {limit / GB:g}; it must be the GB of one GPU")
-    path = Path(config.model.path or "nano")
-    model = PRESETS.get(path.name.lower())
-    if model is None or (path / "config.json").exists():
-        model = read_config(path)
+    model, origin, fits_disk = _shape(config.model.path or "nano")
     setup = Setup(config, gpus, model)
     fits, numbers = peak(setup) <= limit, setup.costs.numbers
     lines = [
+        *origin,
         f"{numbers / GB:.2f} B numbers, {setup.trained / GB:.2f} B trained, {gpus} x {name}\n",
         f"{'GB on each GPU':20}{'rollout':>10}{'training':>10}",
         *(f"  {part:18}{a / GB:10.2f}{b / GB:10.2f}" for part, (a, b) in memory(setup).items()),
@@ -199,4 +200,26 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
         f"The fewest GPUs of {limit / GB:g} GB:",
     ]
     ways = WAYS_FROM_4_BITS if in_4_bits else WAYS
-    return "\n".join(lines + [smallest(setup, way, limit) for way in ways]), fits
+    return "\n".join(lines + [smallest(setup, way, limit) for way in ways]), fits and fits_disk
+
+
+def _shape(word) -> tuple[ModelConfig, list[str], bool]:
+    """Returns the shape of a model, lines on where it is from, and if the disk has room for it."""
+    preset = PRESETS.get(Path(word.partition("@")[0]).name.lower())
+    if preset and not is_model(Path(word)) and (os.path.lexists(word) or not names_model(word)):
+        return preset, [], True
+    try:
+        source = find(word)
+    except UserError as error:
+        if preset is None:
+            raise
+        return preset, [f"{error}; planned with the sizes of the preset"], True
+    require(
+        not (source.missing and source.hub_id.file),
+        f"{word}: the sizes are in the file, which is not here yet; plan with the repository that "
+        "it was converted from",
+    )
+    lines = []
+    if source.hub_id:
+        lines.append(source.summary + ("" if source.fits_disk else ": too much"))
+    return read_config(source.path), lines, source.fits_disk

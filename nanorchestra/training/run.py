@@ -26,7 +26,7 @@ from nanorchestra.report.page import write_report
 from nanorchestra.report.run import Run, held_out_scores, table, to_toml
 from nanorchestra.report.watch import Watch, peak_memory_mb
 from nanorchestra.schemas import Json, check
-from nanorchestra.training.build import WARM_START_OPTIMIZER, device_and_dtype
+from nanorchestra.training.build import device_and_dtype, fetch_policy
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.costs import peak_flops
 from nanorchestra.training.distributed import Ranks
@@ -127,6 +127,17 @@ class TrainingRun:
             self.config = self.config.replace({"grpo.steps": steps, "grpo.epochs": 0})
             self._write_config()
         return self.config
+
+    def with_model(self) -> Config:
+        """Returns the config with a hub id at its commit, which is now on every node.
+
+        config.toml then states the commit. UserError.
+        """
+        config = fetch_policy(self.config, self.ranks)
+        if config != self.config:
+            self.config = config
+            self._write_config()
+        return config
 
     def _write_config(self) -> None:
         if self.ranks.first:
@@ -285,6 +296,9 @@ class TrainingRun:
                 (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
             phase, step = self.progress.phase, self.progress.step
             self.say(f"resuming {self.folder.path} at {phase} step {step}")
+        beside_weights = Path(self.config.model.path) / "tokenizer.json"
+        if self.ranks.first and not beside_weights.exists():  # of the hub, or a .gguf file
+            engine.tokenizer.save(self.folder.path / "tokenizer")  # for the report
         self._unused = False
         return self._attempts_ahead
 
@@ -297,7 +311,7 @@ class TrainingRun:
         """Gives the trainer the optimizer and reference of the phase; returns all its tensors."""
         grpo = self.config.grpo
         if self.progress.phase == "warm_start":
-            return self.trainer.prepare(WARM_START_OPTIMIZER, False)
+            return self.trainer.prepare(self.config.warm_start.optimizer, False)
         return self.trainer.prepare(
             grpo.optimizer,
             grpo.kl_coef > 0,

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import require
+from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Bounds, Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.schemas import MOST_DEPTH, Json, check, levels
@@ -60,7 +61,8 @@ def replay(
     """Repeats the events of `Rollout.run` from the record; nothing is sampled or called."""
     on_event("start", trajectory)
     for turn in trajectory.turns:
-        stream = TurnStream(tokenizer)
+        thinks = chat.opens_thinking(tokenizer, trajectory.ids[: turn.start])
+        stream = TurnStream(tokenizer, calls=tokenizer.markers, thinks=thinks)
         on_event("text", stream.feed(*trajectory.ids[turn.start : turn.end]))
         on_event("turn", stream.finish())
         if turn.results:

@@ -5,6 +5,7 @@ import re
 import unicodedata
 
 import pytest
+from foreign_tokenizers import KINDS, LLAMA3_TOKENS, make_foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,11 +81,100 @@ def test_transformers_gives_the_same_ids_and_text(tokenizer, saved):
     check()
 
 
+FOREIGN_ODD = ["<|im_start|>", "<|eot_id|>", "</tool_call>", " cheapestexpert", "12345", "a  b"]
+FOREIGN_PIECES = st.sampled_from([*FOREIGN_ODD, *ODD])
+FOREIGN_TEXTS = st.lists(st.one_of(FOREIGN_PIECES, st.text(max_size=8)), max_size=12).map("".join)
+
+
+@pytest.mark.slow  # importing transformers takes seconds
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_gives_the_same_ids_of_other_models_tokenizers(kind, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = Tokenizer.from_dir(make_foreign(kind, tmp_path / "foreign"))
+    tokenizer.save(tmp_path / "saved")
+    reference = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert reference.eos_token_id == tokenizer.im_end and reference.bos_token == tokenizer.bos
+    added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+
+    @QUICK
+    @given(text=FOREIGN_TEXTS)
+    def check(text):
+        ids = reference(text)["input_ids"]
+        if not any(token in text for token in added):
+            assert ids == tokenizer.bos_ids + tokenizer.encode(text)
+        assert reference.decode(ids) == tokenizer.decode(ids)
+        kept = tokenizer.decode(ids, skip_special=True)
+        assert reference.decode(ids, skip_special_tokens=True) == kept
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_becomes_an_added_token_of_another_models_tokenizer(kind, tmp_path):
+    """Not even if the vocabulary holds the added tokens, and takes whole words from it."""
+    path = make_foreign(kind, tmp_path)
+    data = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab, tokens = data["model"]["vocab"], {t["content"]: t["id"] for t in data["added_tokens"]}
+    data["model"] |= {"vocab": vocab | tokens, "ignore_merges": True, "unk_token": [*tokens][0]}
+    data["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    data["pre_tokenizer"]["trim_offsets"] = True
+    (path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    tokenizer = Tokenizer.from_dir(path)
+    for text in [*tokens, "\x06", "".join(tokens), " ".join(tokens)]:
+        ids = tokenizer.encode(text)
+        assert not set(tokens.values()) & set(ids)
+        assert tokenizer.decode(ids) == text
+
+
+def test_the_end_of_a_turn_and_the_template_are_those_of_the_files_beside(tmp_path):
+    path = make_foreign("llama3", tmp_path, "{{ bos_token }}")
+    tokenizer = Tokenizer.from_dir(path)
+    token_id = tokenizer.token_id
+    assert not tokenizer.markers and tokenizer.template == "{{ bos_token }}"
+    assert (tokenizer.bos, tokenizer.bos_ids) == (LLAMA3_TOKENS[0], [token_id(LLAMA3_TOKENS[0])])
+    assert tokenizer.eos_ids == (token_id("<|eot_id|>"),)
+    eos_ids = [token_id("<|end_of_text|>"), token_id("<|eom_id|>"), token_id("<|eot_id|>")]
+    (path / "config.json").write_text(json.dumps({"eos_token_id": eos_ids[0]}))
+    (path / "chat_template.jinja").write_text("{{ eos_token }}\n")
+    tokenizer = Tokenizer.from_dir(path)
+    assert tokenizer.eos_ids == (token_id("<|eot_id|>"), eos_ids[0])
+    assert tokenizer.template == "{{ eos_token }}\n"
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_ids}))
+    assert Tokenizer.from_dir(path).eos_ids == (eos_ids[2], *eos_ids[:2])
+    assert Tokenizer.from_dir(path).template_source == str(path / "chat_template.jinja")
+    Tokenizer.from_dir(path).save(tmp_path / "saved")
+    saved = Tokenizer.from_dir(tmp_path / "saved")
+    assert (saved.template, saved.bos_ids) == ("{{ eos_token }}\n", tokenizer.bos_ids)
+
+    path = make_foreign("qwen2", tmp_path / "base", "<|im_start|>...<|im_end|>")
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config["eos_token"] = "<|endoftext|>"
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_dir(path)
+    assert tokenizer.eos_ids == tuple(map(tokenizer.token_id, ("<|endoftext|>", "<|im_end|>")))
+
+    path = tmp_path
+    for file, stated, words in (
+        ("generation_config.json", {"eos_token_id": "7"}, "eos_token_id = '7': expected an id"),
+        ("tokenizer_config.json", {"eos_token": "<|none|>"}, "eos_token = '<|none|>': expected"),
+        ("tokenizer_config.json", {"chat_template": 3}, "chat_template: expected the text"),
+    ):
+        whole = (path / file).read_text()
+        (path / "chat_template.jinja").unlink(missing_ok=True)
+        (path / file).write_text(json.dumps(stated))
+        with pytest.raises(UserError, match=re.escape(f"{path / file}: {words}")):
+            Tokenizer.from_dir(path)
+        (path / file).write_text(whole)
+
+
 def test_a_bad_file_is_refused_in_one_line_that_names_it(saved, tmp_path):
     file = tmp_path / "tokenizer.json"
     data = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
     bare = json.dumps(data | {"added_tokens": []})
-    for text, words in (("", "not JSON"), (bare, "added_tokens has no '<|endoftext|>'")):
+    sentence_piece = json.dumps(data | {"model": data["model"] | {"byte_fallback": True}})
+    cases = ("", "not JSON"), (bare, "it has no eos_token"), (sentence_piece, "SentencePiece")
+    for text, words in cases:
         file.write_text(text)
         with pytest.raises(UserError, match=re.escape(f"{file}: ") + ".*" + re.escape(words)):
             Tokenizer.from_dir(tmp_path)

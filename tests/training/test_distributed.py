@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import test_updates
 import torch
+from gguf_files import write_gguf
 from safetensors.torch import load_file
 
 from nanorchestra.config import Config
@@ -203,6 +204,16 @@ def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
     return {"losses": torch.tensor(values)} | weights
 
 
+def loaded(ranks: Ranks, source: str) -> dict[str, torch.Tensor]:
+    """The weights of a model that is sharded as it is loaded."""
+
+    def build(shape):
+        return shard_model(Qwen3(shape), ranks, torch.float32)
+
+    model, _ = load_model(source, dtype=None, build=build)
+    return {name: value.clone() for name, value in named_hf_tensors(model)}
+
+
 def exchange(ranks: Ranks) -> dict[str, torch.Tensor]:
     """What each rank has, also in two threads at a time."""
     other = ranks.new_group(600.0)
@@ -265,7 +276,7 @@ def run(
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(node or world),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3])),
     }
     processes = [
         subprocess.Popen(
@@ -319,6 +330,7 @@ def test_two_ranks_do_as_one_and_end_when_one_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "SHARD_BYTES", 8000)
     model = make_model(tied=False, seed=3)
     save_checkpoint(model, None, tmp_path / "source")
+    file = write_gguf(tmp_path / "source.gguf", model)
     one, two, source = str(tmp_path / "one"), str(tmp_path / "two"), str(tmp_path / "source")
     first_half(ONE, one)
     bf16 = {"dtype": "bfloat16", "budget": 10_000}
@@ -333,6 +345,7 @@ def test_two_ranks_do_as_one_and_end_when_one_is_killed(tmp_path, monkeypatch):
         ["second", "second_half", {"folder": two}],
         ["grown", "second_half", {"folder": one}],
         ["exchange", "exchange", {}],
+        ["loaded", "loaded", {"source": str(file)}],
         ["adapted", "adapted", {"source": source, "target": str(tmp_path / "adapter")}],
     ]
     results = run(tmp_path, 2, jobs, "kill", "peer")
@@ -351,6 +364,7 @@ def test_two_ranks_do_as_one_and_end_when_one_is_killed(tmp_path, monkeypatch):
     agree(results["second"], results["first"], 0.0)  # to the bit
     agree(second_half(ONE, two), results["first"], 1e-5)  # on another number of ranks: rounding
     agree(results["grown"], results["first"], 1e-5)
+    agree(results["loaded"], dict(named_hf_tensors(model)), 0.0)
     agree(results["adapted"], adapted(ONE, source, str(tmp_path / "alone")), 1e-10)
     files = [tmp_path / name / "adapter_model.safetensors" for name in ("adapter", "alone")]
     agree(load_file(files[0]), load_file(files[1]), 1e-10)

@@ -1,0 +1,145 @@
+"""Writes small GGUF files as llama.cpp's convert_hf_to_gguf.py does, by the package `gguf`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
+
+from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.model.weights import named_hf_tensors
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "model.layers.": "blk.", "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+# The bytes of a block that hold half-precision scales, where the package cannot quantise
+SCALES = {
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ1_S": (0,),
+    "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (),
+}  # fmt: skip
+
+
+def architecture_of(model: Qwen3) -> str:
+    return {(True, False): "qwen3", (False, True): "qwen2", (False, False): "llama"}[
+        model.config.qk_norm, model.config.attention_bias
+    ]
+
+
+def write_gguf(
+    path: Path,
+    model: Qwen3,
+    kind: str = "F32",
+    tokenizer: Tokenizer | None = None,
+    metadata: dict | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+    pre: str = "qwen2",
+    missing: str = "",
+    **writer,
+) -> Path:
+    """Writes a model with its matrices in the type `kind`, and returns `path`.
+
+    metadata: more keys, or other values. tensors: more of them, in fp32. missing: the Hugging Face
+    name of one that is left out. writer: of GGUFWriter.
+    """
+    config, architecture = model.config, architecture_of(model)
+    out = GGUFWriter(path, architecture, **writer)
+    keys = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": config.rope_theta,
+    }
+    keys = {f"{architecture}.{key}": value for key, value in keys.items()}
+    keys |= {} if tokenizer is None else tokenizer_metadata(tokenizer, pre, config.vocab_size)
+    for key, value in (keys | (metadata or {})).items():
+        add(out, key, value)
+    rng = np.random.default_rng(0)
+    for name, tensor in named_hf_tensors(model):
+        if name == missing:
+            continue
+        numbers = tensor.detach().float().numpy()
+        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            halves = numbers.reshape(-1, 2, config.head_dim // 2, *numbers.shape[1:])
+            numbers = halves.swapaxes(1, 2).reshape(numbers.shape)
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        if numbers.ndim == 1:
+            out.add_tensor(name, numbers)
+        else:
+            blocks, dtype = quantised(numbers, kind, rng)
+            out.add_tensor(name, blocks, raw_dtype=dtype)
+    for name, numbers in (tensors or {}).items():
+        out.add_tensor(name, numbers)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+def add(out: GGUFWriter, key: str, value) -> None:
+    """Adds a value in the type that llama.cpp's converter gives it; None leaves it out."""
+    if isinstance(value, bool):
+        out.add_bool(key, value)
+    elif isinstance(value, int):
+        out.add_uint32(key, value)
+    elif isinstance(value, float):
+        out.add_float32(key, value)
+    elif isinstance(value, str):
+        out.add_string(key, value)
+    elif value is not None:
+        out.add_array(key, value)
+
+
+def quantised(numbers, kind, rng) -> tuple[np.ndarray, GGMLQuantizationType]:
+    """Returns the blocks of a matrix; random ones where the package cannot quantise."""
+    dtype = GGMLQuantizationType[kind]
+    if kind not in SCALES:
+        return quants.quantize(np.ascontiguousarray(numbers), dtype), dtype
+    length, size = GGML_QUANT_SIZES[dtype]
+    blocks = rng.integers(0, 256, (len(numbers), numbers.shape[1] // length, size), np.uint8)
+    for at in SCALES[kind]:
+        scales = rng.uniform(0.0001, 0.001, blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    if kind == "IQ1_M":  # the scale lies in the highest four bits of four words
+        words = blocks[..., 48:].view(np.uint16)
+        words &= 0x0FFF
+        words[..., 3] |= 0x1000
+    return blocks.reshape(len(numbers), -1), dtype
+
+
+def tokenizer_metadata(tokenizer: Tokenizer, pre: str, vocab_size: int) -> dict:
+    """Returns what the converter makes of a tokenizer.json: a token for each row of a matrix."""
+    backend = json.loads(tokenizer.backend.to_str())
+    added = tokenizer.backend.get_added_tokens_decoder()
+    texts = {i: token for token, i in tokenizer.backend.get_vocab(True).items()}
+    types = {i: 3 if token.special else 4 for i, token in added.items()}
+    ids = range(vocab_size)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in ids],
+        "tokenizer.ggml.token_type": [types.get(i, 1 if i in texts else 5) for i in ids],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in backend["model"]["merges"]],
+        "tokenizer.ggml.eos_token_id": tokenizer.im_end,
+        "tokenizer.chat_template": tokenizer.template,
+        "tokenizer.ggml.bos_token_id": None
+        if tokenizer.bos is None
+        else tokenizer.token_id(tokenizer.bos),
+    }

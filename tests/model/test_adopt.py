@@ -1,0 +1,113 @@
+"""Another model gets Qwen3's markers, and is otherwise the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from foreign_tokenizers import KINDS, make_foreign
+from smollm import smollm_file
+
+from nanorchestra.errors import UserError
+from nanorchestra.model import adopt as program
+from nanorchestra.model import chat
+from nanorchestra.model.adopt import REQUIRED, adopt, unused_ids
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+from nanorchestra.model.saving import save_checkpoint
+from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.model.weights import load_model
+
+TEXT = "It's 12 cents, they'll say: 東京.\n\n <tool_call> naïve"
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def foreign(kind: str, folder: Path, spare: int = 12, tied: bool = True, template: str = ""):
+    """A llama with a foreign tokenizer, and `spare` rows that the tokenizer does not reach."""
+    tokenizer = Tokenizer.from_dir(make_foreign(kind, folder, template))
+    vocab = tokenizer.vocab_size + spare
+    model = Qwen3(ModelConfig(vocab, **SHAPE, qk_norm=False, tie_word_embeddings=tied))
+    model.init_weights(0)
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_marker_has_an_id_of_its_own_and_everything_else_stays(kind, tied, tmp_path):
+    model, tokenizer = foreign(kind, tmp_path / "source", tied=tied)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    adopted, ids = adopt(model, tokenizer)
+    assert adopted.markers and set(ids) == set(REQUIRED) - set(tokenizer.backend.get_vocab())
+    assert all(adopted.token_id(marker) == i for marker, i in ids.items())
+    assert adopted.vocab_size <= model.config.vocab_size
+    assert adopted.encode(TEXT) == tokenizer.encode(TEXT), "no text reads as a marker"
+
+    matrices = {"embed_tokens.weight", "lm_head.weight"} & set(before)
+    kept = [i for i in range(model.config.vocab_size) if i not in ids.values()]
+    for name, parameter in model.named_parameters():
+        rows = kept if name in matrices else slice(None)
+        assert torch.equal(parameter[rows], before[name][rows]), name
+    for name in matrices:
+        spelt = before[name][tokenizer.encode("tool response")].mean(0)
+        assert torch.equal(model.get_parameter(name)[ids["<tool_response>"]], spelt)
+
+    save_checkpoint(model, adopted, tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    turns = [{"role": "user", "content": TEXT}]
+    marked = chat.render(turns, enable_thinking=False).replace(TEXT, "a b")
+    turns[0]["content"] = "a b"
+    ours = chat.encode(adopted, turns, enable_thinking=False)
+    assert theirs(marked, add_special_tokens=True).input_ids == ours
+    again, tokens = load_model(tmp_path / "out")
+    assert tokens.markers and torch.equal(again.output_weight, model.output_weight)
+
+
+def test_reserved_names_come_first_and_what_a_chat_needs_never(tmp_path):
+    model, tokenizer = foreign("smollm2", tmp_path, spare=1, template="{{ '<repo_name>' }}")
+    vocab = tokenizer.vocab_size
+    assert unused_ids(tokenizer, vocab + 1) == [vocab]
+    tokenizer.template = ""
+    repo_name = tokenizer.token_id("<repo_name>")
+    assert unused_ids(tokenizer, vocab + 1) == [vocab, repo_name]
+    tokenizer.backend.add_special_tokens(["<|reserved_special_token_0|>"])
+    assert unused_ids(tokenizer, vocab + 1) == [vocab, vocab, repo_name]
+    with pytest.raises(UserError, match="lacks <tool_call>, .* has 3 tokens .* --tokens"):
+        adopt(model, tokenizer, source="source")
+    for token, reason in (("<no>", "no added token"), ("<|im_end|>", "a marker already")):
+        with pytest.raises(UserError, match=f"--tokens: '{token}' is {reason}".replace("|", r"\|")):
+            adopt(model, tokenizer, [token])
+
+
+def test_the_command_refuses_in_one_line(tmp_path, nano_model, nano_tokenizer, capsys):
+    save_checkpoint(nano_model, nano_tokenizer, tmp_path / "nano")
+    arguments = [str(tmp_path / "nano"), "--out"]
+    assert program.main([*arguments, str(tmp_path)]) == 2
+    assert "it exists; name another one" in capsys.readouterr().err
+    assert program.main([*arguments, str(tmp_path / "new")]) == 2
+    assert "has all markers of Qwen3's format already" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_the_real_model_is_adopted_and_transformers_loads_it(tmp_path):
+    source, out = smollm_file(), tmp_path / "adopted"
+    command = [sys.executable, "-m", "nanorchestra.model.adopt", source, "--out", out]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0 and "-> <tool_call>" in done.stdout, done.stderr
+    assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    words = transformers.AutoTokenizer.from_pretrained(out)
+    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    ids = words(prompt, return_tensors="pt").input_ids
+    answer = theirs.generate(ids, max_new_tokens=7, do_sample=False)[0, ids.shape[1] :]
+    assert words.decode(answer) == "The capital of France is Paris."

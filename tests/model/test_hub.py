@@ -1,0 +1,476 @@
+"""Words for a model: paths, and ids of a hub that is a server on this machine."""
+
+import io
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http
+
+import serve
+from nanorchestra import load_model
+from nanorchestra.agent import load
+from nanorchestra.agent.load import NANO
+from nanorchestra.agent.nested import Orchestrator
+from nanorchestra.errors import UserError
+from nanorchestra.model import hub as module
+from nanorchestra.model.hub import HubId, find, local_model
+from nanorchestra.settings import load_config
+from nanorchestra.tools.corpus import build_index
+from nanorchestra.training.build import fetch_policy
+from nanorchestra.training.command import choose_run, parse
+from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.plan import plan
+from tests.fake_hub import FakeHub
+from worlds import policies
+
+ROOT = Path(__file__).parents[2]
+REPO = "Qwen/Qwen3-8B"
+TOKEN = "hf_a-token-that-no-message-has"
+NAMES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+FILES = {name: (NANO / name).read_bytes() for name in (*NAMES, "model.safetensors")}
+MORE = {"pytorch_model.bin": b"pickle", "modeling.py": b"code", "original/x.safetensors": b"other"}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub, an empty cache, and a huggingface_hub that asks it without waiting between tries."""
+    with FakeHub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        impatient = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
+        for library in (file_download, _http):
+            monkeypatch.setattr(library, "time", impatient)
+        monkeypatch.chdir(tmp_path)
+        yield server
+        _http.close_session()
+
+
+def line(call, *arguments) -> str:
+    """Returns the message of a UserError, which is one line."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message and TOKEN not in message
+    return message
+
+
+def test_what_exists_is_taken_as_it_is(hub, tmp_path):
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    hub.add(REPO, FILES)
+    assert str(local_model(REPO)) == REPO
+    (tmp_path / "x.gguf").write_bytes(b"")
+    assert str(local_model(tmp_path / "x.gguf")) == str(tmp_path / "x.gguf")
+    (tmp_path / "notes.txt").write_text("")
+    assert "notes.txt: a file of another kind; expected a directory" in line(find, "notes.txt")
+    for word in ("", "Qwen3-8B", "./models/Qwen3-8B", "runs/a/model", "models/x.gguf", "a/../b"):
+        assert "no such file or directory; expected a directory" in line(find, word)
+    address = line(find, f"https://huggingface.co/{REPO}/tree/main")
+    assert address.endswith(f"give the hub id alone: {REPO}")
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        (REPO, (REPO, "main", "")),
+        (f"{REPO}@refs/pr/1", (REPO, "refs/pr/1", "")),
+        ("a/b.c-D_1@v1.0/q/x.gguf", ("a/b.c-D_1", "v1.0", "q/x.gguf")),
+        ("a/b/x.gguf", ("a/b", "main", "x.gguf")),
+    ],
+)
+def test_the_parts_of_a_hub_id(word, parts):
+    hub_id = HubId.parse(word)
+    assert (hub_id.repo, hub_id.revision, hub_id.file) == parts
+
+
+def test_a_hub_id_is_downloaded_once_and_only_what_is_read(hub, capsys):
+    commit = hub.add(REPO, FILES | MORE)
+    path = local_model(REPO)
+    text = capsys.readouterr().err
+    assert re.search(rf"{REPO}@{commit[:7]}: 0.01 GB to download, [\d,]+\.\d\d GB free in /", text)
+    assert {file.name for file in path.iterdir()} == set(FILES)
+    model, tokenizer = load_model(REPO)
+    assert tokenizer and model.config.num_hidden_layers
+    weights = [text for text in hub.requests if text.startswith("GET") and "safetensors" in text]
+    assert len(weights) == 1 and path.name == commit
+
+    hub.requests.clear()
+    assert local_model(f"{REPO}@{commit}") == path and not hub.requests  # a commit never changes
+    assert local_model(REPO) == path and len(hub.requests) == 1
+    newer = hub.add(REPO, FILES | {"README.md": b"new"})
+    assert find(REPO).name == f"{REPO}@{newer}" and not find(REPO).download_bytes
+    assert local_model(f"{REPO}@main").name == newer
+    assert hub.sent["model.safetensors"] == len(FILES["model.safetensors"])
+
+
+def test_without_a_network_the_cache_serves(hub, monkeypatch, capsys):
+    commit = hub.add(REPO, FILES)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE is set, and " in line(local_model, REPO)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    path = local_model(REPO)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert local_model(REPO) == path
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+    hub.faults["/api/"] = 500, {}
+    capsys.readouterr()
+    assert local_model(REPO) == path
+    assert "(HTTP 500); try again later" in (text := capsys.readouterr().err)
+    assert text.endswith(f"takes commit {commit[:7]} of the cache\n")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert local_model(REPO) == path
+    assert "127.0.0.1 cannot be reached (" in line(local_model, "Qwen/Qwen3-4B")
+
+
+@pytest.mark.parametrize(
+    ("place", "status", "headers", "expected"),
+    [
+        (
+            "/resolve/",
+            401,
+            {"X-Error-Code": "GatedRepo"},
+            "its licence must be accepted first, at ",
+        ),
+        ("/resolve/", 403, {"X-Error-Code": "GatedRepo"}, "then set HF_TOKEN to your token"),
+        (
+            "/api/",
+            404,
+            {"X-Error-Code": "RepoNotFound"},
+            "no such directory here, and no such model",
+        ),
+        ("/api/", 401, {}, "refuses your token (HTTP 401)"),
+        ("/api/", 403, {}, "may not read it (HTTP 403)"),
+        (
+            "/api/",
+            429,
+            {},
+            "too many requests from here (HTTP 429); wait some minutes, or set HF_TOK",
+        ),
+        ("/api/", 500, {}, "fails (HTTP 500); try again later"),
+        ("/resolve/", 503, {}, "fails (HTTP 503); try again later"),
+        ("model.safetensors", 500, {}, "fails (HTTP 500)"),
+        ("/api/", 200, {}, "does not answer as a hub does"),
+        (
+            "/api/",
+            403,
+            {"X-Error-Message": "Access to this resource is disabled."},
+            "has disabled it",
+        ),
+    ],
+)
+def test_a_refusal_is_one_line(hub, monkeypatch, place, status, headers, expected):
+    hub.add(REPO, FILES)
+    hub.faults[place] = status, headers
+    assert expected in line(local_model, REPO)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    line(local_model, REPO)  # without the token in it
+    hub.faults.clear()
+    assert load_model(REPO)[1]
+
+
+def test_no_message_has_the_token(hub, monkeypatch):
+    hub.add(REPO, FILES)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.faults["/resolve/"] = 403, {"X-Error-Code": "GatedRepo"}
+    assert "the account of your token (HF_TOKEN) has no access" in line(local_model, REPO)
+    hub.faults["/resolve/"] = 401, {"X-Error-Message": f"{TOKEN} is expired"}
+    assert "refuses your token (HTTP 401); set HF_TOKEN to a valid one" in line(local_model, REPO)
+
+
+def test_a_signed_address_stays_out_of_the_log(hub, monkeypatch):
+    hub.add(REPO, FILES)
+    hub.signature = "a-secret"
+    hub.cuts["model.safetensors"] = [100]
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("huggingface_hub").addHandler(handler)
+    try:
+        assert load_model(REPO)[1]
+    finally:
+        logging.getLogger("huggingface_hub").removeHandler(handler)
+    assert "Trying to resume download" in log.getvalue() and "/cdn/" in log.getvalue()
+    assert hub.signature not in log.getvalue() and TOKEN not in log.getvalue()
+    assert not hub.tokens_at_cdn
+
+
+def test_names_and_revisions_that_are_nearly_right(hub):
+    hub.add(REPO, FILES)
+    hub.add(REPO, FILES, branch="v1.0")
+    hub.add("Qwen/Qwen3-4B", FILES)
+    assert "; did you mean Qwen/Qwen3-8B" in line(local_model, "Qwen/Qwen3-8b-Chat")
+    assert "; did you mean Qwen/Qwen3-8B" in line(local_model, "Qwn/Qwen3-8B")
+    assert "a private one needs HF_TOKEN" in line(local_model, "nobody/nothing")
+    text = line(local_model, f"{REPO}@v1.1")
+    assert text.endswith(f"{REPO} has no revision 'v1.1'; did you mean v1.0?")
+
+
+def test_an_architecture_is_refused_before_its_weights(hub):
+    config = json.loads(FILES["config.json"]) | {"model_type": "gpt_oss"}
+    hub.add(REPO, FILES | {"config.json": json.dumps(config).encode()})
+    assert f"{REPO}: config.json: model_type = 'gpt_oss': expected 'qwen3'" in line(find, REPO)
+    hub.add("a/b-GGUF", {"x.gguf": b"GGUF"}, gguf={"architecture": "mamba"})
+    assert "architecture 'mamba': expected 'qwen3'" in line(find, "a/b-GGUF/x.gguf")
+    assert not hub.sent["model.safetensors"] and not hub.sent["x.gguf"]
+
+
+def test_repositories_without_safetensors(hub):
+    quantised = {f"x-Q{n}.gguf": b"GGUF" for n in range(5)}
+    hub.add("a/b-GGUF", quantised)
+    text = line(local_model, "a/b-GGUF")
+    names = ", ".join(f"a/b-GGUF/x-Q{n}.gguf" for n in range(3))
+    assert text == f"a/b-GGUF: weights are in GGUF files; name one: {names} and 2 more"
+    commit = hub.add("a/b-GGUF", quantised)
+    path = local_model("a/b-GGUF/x-Q2.gguf")
+    assert path.read_bytes() == b"GGUF" and find("a/b-GGUF/x-Q2.gguf").title == "x-Q2.gguf"
+    hub.requests.clear()
+    assert local_model(f"a/b-GGUF@{commit}/x-Q2.gguf") == path and not hub.requests
+    text = line(local_model, "a/b-GGUF/x-Q9.gguf")
+    assert "no such file in a/b-GGUF; it has x-Q" in text
+
+    parts = {f"y-0000{n}-of-00003.gguf": b"GGUF" for n in (1, 2, 3)}
+    hub.add("a/split", parts | {"y.gguf": b"GGUF", "z-00002-of-00003.gguf": b"GGUF"})
+    first = local_model("a/split/y-00001-of-00003.gguf")
+    assert {file.name for file in first.parent.iterdir()} == set(parts)
+
+    config = {"config.json": FILES["config.json"]}
+    hub.add("a/old", config | {"pytorch_model.bin": b""})
+    assert "weights are pickle files (.bin), which can run code" in line(local_model, "a/old")
+    hub.add("a/empty", {"README.md": b""})
+    assert "no config.json in the repository" in line(local_model, "a/empty")
+    hub.add("a/bare", config)
+    assert "no model.safetensors or model.safetensors.index.json" in line(local_model, "a/bare")
+
+
+def test_shards_are_those_of_the_index(hub):
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index = json.dumps({"weight_map": {"a": first, "b": second}}).encode()
+    sharded = {name: FILES[name] for name in NAMES} | {module.INDEX: index}
+    decoys = {"consolidated-00001-of-00001.safetensors": b"0", "consolidated.safetensors": b"0"}
+    hub.add(REPO, sharded | decoys | {first: b"1", second: b"2"})
+    path = local_model(REPO)
+    assert {file.name for file in path.iterdir()} == {*sharded, first, second}
+
+    hub.add("a/missing", sharded | {first: b"1"})
+    text = line(local_model, "a/missing")
+    assert text == f"a/missing: {module.INDEX} names {second}; the repository has no such file"
+
+
+def test_a_cut_connection_goes_on_where_it_was(hub, monkeypatch):
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)  # it counts whole pieces: 10 MB
+    size = len(FILES["model.safetensors"])
+    hub.add(REPO, FILES)
+    hub.cuts["model.safetensors"] = [size // 3, size // 3]
+    assert load_model(REPO)[1]
+    ranges = [text for text in hub.requests if "model.safetensors bytes=" in text]
+    assert len(ranges) == 2 and hub.sent["model.safetensors"] < size + 2 * 4096
+
+
+def test_a_download_that_breaks_goes_on_with_the_next_command(hub):
+    hub.add(REPO, FILES)
+    hub.cuts["model.safetensors"] = [0] * 6  # as often as huggingface_hub tries
+    text = line(local_model, REPO)
+    assert "broke (RemoteProtocolError); the same command continues the download" in text
+    assert find(REPO).missing == {"model.safetensors": len(FILES["model.safetensors"])}
+    tokenizer_bytes = hub.sent["tokenizer.json"]
+    assert load_model(REPO)[1] and hub.sent["tokenizer.json"] == tokenizer_bytes
+
+
+def test_a_silent_hub_ends_in_seconds(hub, monkeypatch):
+    hub.add(REPO, FILES)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    monkeypatch.setattr(file_download, "_ETAG_RETRY_TIMEOUT", 0.1)
+    for place in ("/api/", "HEAD /Qwen", "GET /Qwen"):
+        hub.silent = place
+        assert "did not answer within 0.1 s" in line(local_model, REPO)
+
+
+def test_a_full_disk_is_said_before_the_download(hub, monkeypatch):
+    hub.add(REPO, FILES)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    source = find(REPO)
+    text = line(source.download)
+    assert f"{source.download_bytes:,} bytes to download; 1,000 are free in" in text
+    assert not source.fits_disk and not hub.sent["model.safetensors"]
+
+
+def test_where_a_model_is_named_a_hub_id_will_do(hub, sandbox, tmp_path, monkeypatch, capsys):
+    commit = hub.add(REPO, FILES)
+    pinned = f"{REPO}@{commit}"
+    policy = policies.parse(f"{REPO}:turns=3", ())
+    path = local_model(REPO)
+    assert policy.kind == "checkpoint" and policy.base == str(path) and policy.text.startswith(REPO)
+    assert policy.settings["turns"] == 3
+    assert Orchestrator("junior", "Helps.", pinned).model == str(path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("One passage of text.")
+    assert build_index(tmp_path / "texts", tmp_path / "index", REPO) == 1
+    settings = json.loads((tmp_path / "index" / "vectors" / "settings.json").read_text())
+    assert settings["checkpoint"] == pinned  # the index can be opened on another machine
+
+    for wrong in ("nobody", "runs/nobody/model"):
+        assert f"--policy {wrong}: {wrong} is none of" in line(policies.parse, wrong, ())
+        assert "it must be a checkpoint or a hub id" in line(Orchestrator, "junior", "", wrong)
+    assert serve.main(["--model", REPO, "--ask", "Hello?", "--json", "--seed", "0"]) in (0, 1)
+    assert f"{pinned}, torch." in capsys.readouterr().err
+
+
+def test_serve_says_what_a_model_needs_and_refuses_one_that_cannot_fit(
+    hub, tmp_path, monkeypatch, capsys
+):
+    commit = hub.add(REPO, FILES)
+    monkeypatch.setattr(load, "memory_bytes", lambda device: 1_000_000)
+    assert serve.main(["--model", REPO]) == 2
+    said, refused = capsys.readouterr().err.splitlines()[-2:]
+    needs = "needs 0.01 GB of memory for its weights, of 0.00 GB here"
+    assert said.startswith(f"{REPO}@{commit[:7]}: 0.01 GB to download, ")
+    assert said.endswith(f"{tmp_path / 'cache'}; {needs}")
+    assert refused == f"serve.py: {REPO}: {needs}; take --quantise int4, or a smaller model"
+    hub.add("a/b-GGUF", {"x.gguf": b"GGUF"}, gguf={"architecture": "llama", "total": 10**12})
+    assert serve.main(["--model", "a/b-GGUF/x.gguf"]) == 2
+    assert "needs 2,000.00 GB of memory" in capsys.readouterr().err
+    assert not hub.sent["model.safetensors"] and not hub.sent["x.gguf"]
+
+
+def test_a_plan_reads_config_json_alone(hub, monkeypatch):
+    config = json.loads(FILES["config.json"]) | {"num_hidden_layers": 7}
+    files = FILES | {"config.json": json.dumps(config).encode()}
+    commit = hub.add("a/b", files)
+    settings = load_config("nano", {"model.path": "a/b"})
+    text, fits = plan(settings, 1, None, "4090")
+    assert fits and text.startswith(f"a/b@{commit[:7]}: 0.01 GB to download, ")
+    assert set(hub.sent) == {"config.json"}
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    text, fits = plan(settings, 1, None, "4090")
+    assert not fits and ": too much" in text.splitlines()[0]
+    hub.faults["/api/"] = 500, {}
+    assert "fails (HTTP 500)" in line(plan, settings, 1, None, "4090")
+    text, fits = plan(load_config("nano", {"model.path": REPO}), 1, None, "h100")
+    assert "planned with the sizes of the preset" in text and "8.19 B numbers" in text
+    hub.faults.clear()
+    hub.add("a/b-GGUF", {"x.gguf": b"GGUF"})
+    planned = load_config("nano", {"model.path": "a/b-GGUF/x.gguf"})
+    assert "plan with the repository that it was converted from" in line(
+        plan, planned, 1, None, "4090"
+    )
+
+
+def test_a_run_keeps_the_commit_it_began_with(hub, make_training, tmp_path, monkeypatch):
+    commit = hub.add(REPO, FILES)
+    config = load_config("nano", {"model.path": REPO})
+    fetched = fetch_policy(config, Ranks())
+    assert fetched.model.path == f"{REPO}@{commit}"
+    hub.add(REPO, FILES | {"README.md": b"new"})
+    hub.requests.clear()
+    assert fetch_policy(fetched, Ranks()) == fetched and not hub.requests
+    local = load_config("nano", {"model.path": str(NANO)})
+    assert fetch_policy(local, Ranks()) == local
+
+    settings = {"model.path": fetched.model.path, "grpo.steps": 1, "lora.rank": 2}
+    run = make_training("run", settings)
+    assert run.train() and not hub.requests
+    assert f'path = "{REPO}@{commit}"' in (tmp_path / "run" / "config.toml").read_text()
+    adapter = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == (REPO, commit)
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").exists()  # the report's
+
+    # torchrun starts the command as it was given again, which goes on with the commit of the run.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = ["--run.root", str(tmp_path), "--run.name", "run", "--model.path", REPO]
+    config, _, resumed = choose_run(parse(again))
+    assert resumed and config.model.path == f"{REPO}@{commit}"
+
+    typo = load_config("domains", {"model.path": "runs/drafts"})
+    text = line(fetch_policy, typo, Ranks())
+    assert "no such directory here, and no such model at 127.0.0.1" in text
+    assert "python -m worlds.miniature.draft runs/drafts --world domains writes" in text
+
+
+def environment(hub, cache):
+    """Returns variables with which a process asks the hub of a test."""
+    return os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+@pytest.mark.slow
+def test_one_rank_of_a_node_downloads(hub, tmp_path):
+    commit = hub.add(REPO, FILES)
+    hub.slow_s = 0.02
+    code = f"""
+from nanorchestra.settings import load_config
+from nanorchestra.training.build import fetch_policy
+from nanorchestra.training.distributed import Ranks, ending_together
+ranks = Ranks.start()
+with ending_together(ranks):
+    config = fetch_policy(load_config("nano", {{"model.path": "{REPO}"}}), ranks)
+print(config.model.path)
+ranks.close()
+"""
+    variables = environment(hub, tmp_path / "cache")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    children = []
+    for rank in ("0", "1"):
+        variables |= {"RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, "-c", code]
+        children.append(
+            subprocess.Popen(
+                command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    for child in children:
+        out, err = child.communicate(timeout=60)
+        assert out.strip() == f"{REPO}@{commit}", err
+    assert len([text for text in hub.requests if text.startswith("HEAD /Qwen")]) == len(FILES)
+    assert len([text for text in hub.requests if text.startswith("GET /Qwen")]) == len(FILES)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_download_at_once_and_the_next_command_goes_on(hub, tmp_path):
+    weights = b"\0" * (64 << 20)
+    hub.add(REPO, FILES | {"model.safetensors": weights})
+    hub.slow_s = 0.05
+    code = "from nanorchestra.model.hub import local_model; print(local_model('Qwen/Qwen3-8B'))"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment(hub, tmp_path / "cache"),
+        stderr=subprocess.PIPE,
+    )
+    while not hub.sent["model.safetensors"]:
+        assert child.poll() is None, child.stderr.read()
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    child.communicate(timeout=10)
+    assert child.returncode == -signal.SIGINT and time.monotonic() - start < 2
+    hub.slow_s = 0
+    fetched = hub.sent["tokenizer.json"]
+    assert (local_model(REPO) / "model.safetensors").stat().st_size == len(weights)
+    assert hub.sent["tokenizer.json"] == fetched
+    assert not list((tmp_path / "cache").rglob("*.incomplete"))
