@@ -66,10 +66,10 @@ class TaskSection:
 
     world: str = setting(
         "miniature",
-        "miniature, domains (a few small databases), a directory of data_gen.py or tau2-bench, a "
-        ".jsonl file of tau2 tasks or ToolScale rows, questions:FILE with a .jsonl file of "
-        "questions and answers, a .py file with an environment of your own, or a mixture: "
-        "'miniature=0.9, data/=0.1'",
+        "miniature, domains (a few small databases; domains:bank+clinic names them), a directory "
+        "of data_gen.py or tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, "
+        "questions:FILE with a .jsonl file of questions and answers, a .py file with an "
+        "environment of your own, or a mixture: 'miniature=0.9, data/=0.1'",
     )
     tools: str = setting("", "catalogue of the tools for questions, a file as tools.py describes")
     experts: Literal["simulated", "real"] = setting(

@@ -20,7 +20,8 @@ from worlds.toolscale.small import small_world
 from worlds.user_world import load_user_world
 from worlds.wording import understood
 
-DOMAINS = "domains"  # a few small databases, which need no files
+# A few small databases, which need no files. The seed chooses them, or "domains:bank+clinic" does.
+DOMAINS = "domains"
 
 
 def open_world(
@@ -61,14 +62,17 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     """Returns one world. UserError."""
     if name == Miniature.name:
         return Miniature(seed, sandbox)
-    if name == DOMAINS:
-        return small_world(seed, name)
+    kind, _, domains = name.partition(":")
+    if kind == DOMAINS:
+        chosen = [domain.strip() for domain in domains.split("+")] if ":" in name else None
+        return small_world(seed, name, chosen)
     asks = name.startswith(questions.PREFIX)
     require(
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {Miniature.name}, {DOMAINS}, "
-        f"{questions.PREFIX}FILE, a directory of data_gen.py or tau2-bench, a .jsonl file of tau2 "
-        "tasks or ToolScale rows, or a .py file with an environment of your own",
+        f"{DOMAINS}:NAME+NAME, {questions.PREFIX}FILE, a directory of data_gen.py or tau2-bench, "
+        "a .jsonl file of tau2 tasks or ToolScale rows, or a .py file with an environment of your "
+        "own",
     )
     if name.endswith(".py"):
         return load_user_world(name, seed)

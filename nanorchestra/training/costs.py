@@ -90,12 +90,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Returns the FLOP/s that MFU is a share of.
 
     On CUDA the data sheet's bf16; None for another dtype or a GPU that is not in GPUS. On a CPU the
-    best of five float32 products of 1024 x 1024 matrices, with torch's threads.
+    best of five products of 1024 x 1024 matrices in `dtype`, with torch's threads.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).lower()
         if dtype != torch.bfloat16 or any(x in name for x in ("h100 pcie", "nvl", "laptop")):
             return None  # siblings that share a name, but not a data sheet
         return next((gpu.flops for key, gpu in GPUS.items() if key in name), None)
-    matrix = torch.ones(1024, 1024)
+    matrix = torch.ones(1024, 1024, dtype=dtype)
+    matrix @ matrix  # the first product in bfloat16 also compiles
     return 2 * 1024**3 / min(timeit.repeat(lambda: matrix @ matrix, repeat=5, number=1))

@@ -7,7 +7,10 @@ import random
 
 import pytest
 
+from nanorchestra.config import TaskSection
+from nanorchestra.errors import UserError
 from nanorchestra.training.warm_start import demonstration
+from worlds.load import open_world
 from worlds.toolscale import small
 from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.dataset import teach
@@ -105,3 +108,11 @@ def test_a_small_world_leaves_the_domains_of_its_seed_as_they_were():
     small_world(4)
     for name in BUILT_IN:
         assert build(name, 4)[1].data["wishes"] == before[name]
+
+
+def test_domains_can_be_named(sandbox):
+    world = open_world(TaskSection("domains:bank+railway"), 0, sandbox)
+    assert [*world.domains] == ["bank", "railway"]
+    assert world.name == "domains:bank+railway" == world.task("train", 0).world
+    with pytest.raises(UserError, match="domain 'shop': there are bank, clinic"):
+        open_world(TaskSection("domains:bank+shop"), 0, sandbox)

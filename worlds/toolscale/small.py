@@ -24,7 +24,7 @@ from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import mentions, task_text, verify
 from worlds.toolscale.words import Words
 
-DOMAINS, LEVELS = 3, (1, 2)  # domains of a world, which its seed chooses, and levels in turn
+DOMAINS, LEVELS = 3, (1, 2)  # domains that a seed chooses, and levels in turn
 TASKS = 20_000  # of a split
 SENTENCES = 4  # of each list of a domain's file
 SKILL = 0.2  # the share of demonstrations that are right
@@ -60,9 +60,14 @@ class SmallTasks(Sequence):
                 return task
 
 
-def small_world(seed: int, name: str = "domains") -> DomainWorld:
-    """Returns the tasks of three built-in domains that the seed chooses, TASKS in each split."""
-    chosen = random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
+def small_world(
+    seed: int, name: str = "domains", chosen: Sequence[str] | None = None
+) -> DomainWorld:
+    """Returns the tasks of built-in domains, TASKS in each split. UserError for an unknown one.
+
+    chosen: their names; without them the seed chooses three.
+    """
+    chosen = chosen or random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
     built = []
     for domain_name in chosen:
         domain, words = build(domain_name, seed)
