@@ -16,7 +16,7 @@ from kernels.common import wide_product
 from kernels.logprob import linear_logprob
 from nanorchestra.model.ops import by_kernel
 
-WORKSPACE = 512 << 20  # bytes of logits and of what is made of them, of one position at least
+WORKSPACE = 256 << 20  # bytes of logits and of what is made of them, of one position at least
 
 
 def token_logprobs(
