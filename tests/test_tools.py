@@ -17,10 +17,10 @@ from nanorchestra.agent import nested
 from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
+from nanorchestra.files import read_json
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools import models
 from nanorchestra.tools.allowance import UNLIMITED, RefusedError, most_usd, within
-from nanorchestra.tools.spending import reply_file
 from tools import RecordsTool, SimulatedExpert, Skill, load_tools, tool
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
@@ -183,8 +183,8 @@ def test_web_search_asks_the_address_of_its_entry(load, server, monkeypatch, tmp
         for _ in range(2):
             assert f"of {path}" in tool.call({"query": "q"}).content
     assert len(server.bodies) == 4  # a search and its pages, at two addresses
-    stored = {file.name for file in (tmp_path / "cache").iterdir()}
-    assert reply_file("", ["search", server.bodies[0]]).name not in stored
+    stored = [read_json(file)["url"] for file in (tmp_path / "cache").glob("*/*/request.json")]
+    assert len(set(stored)) == 4
 
 
 def test_an_endpoint_has_so_many_calls_at_once_as_it_says(load, server):

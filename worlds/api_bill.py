@@ -41,6 +41,7 @@ def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
 
     attempts, _ = play(rollout, environment, seeds)
     played = [attempt for _, attempt in finished(zip(tasks, attempts, strict=True))]
+    require(not spending.broken, spending.broken)
     failures = [attempt.failure for attempt in attempts if attempt.failure]
     require(
         len(played) > 1,
