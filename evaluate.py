@@ -106,8 +106,8 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
     The attempts of a block run side by side and are recorded together in a file of their own. A
     file that is there is read, so a resumed evaluation is the same as an unbroken one.
     """
-    spent = RUNS / options.run / "spent.json"
-    spending = Spending(options.max_usd, ReplyStore(RUNS / "replies"), spent)
+    replies = ReplyStore(RUNS / "replies", tools=False)  # unless --experts names a directory
+    spending = Spending(options.max_usd, replies, RUNS / options.run / "spent.json")
     worlds = open_worlds(options, sandbox, spending)
     tasks = {name: tasks_of(world, options) for name, world in worlds.items()}
     routers = {name: routers_of(world) for name, world in worlds.items()}
@@ -146,6 +146,9 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
     run.write_json("summary.json", {"partial": problem, "worlds": summaries})
     write_comparison(run.path)
     show(summaries)
+    if spending.bill:
+        parts = ", ".join(f"{name} ${usd:.4g}" for name, usd in spending.bill.most_common())
+        print(f"paid to endpoints: ${sum(spending.bill.values()):.4g} ({parts})")
     require(not problem, problem)
     print(f"{run.path}: report.html and plots")
 

@@ -168,6 +168,8 @@ def test_a_model_behind_an_endpoint_and_real_experts_run_once_and_are_repeated_f
         assert Counter(body["model"] for body in server.bodies) == {"boss": 12, "strong": 6}
         assert evaluate.main([*options, "--run", "two"]) == 0 and len(server.bodies) == asked
     one, two = records("one"), records("two")
+    spent = json.loads(one.pop("spent.json"))["spent_usd"]  # the second has paid nothing
+    assert spent == pytest.approx(12 * 20e-6 + 6 * 60e-6)
     assert {n: one[n] for n in one if n != "report.html"} == {
         n: two[n] for n in two if n != "report.html"
     }

@@ -159,18 +159,21 @@ def test_a_run_spends_no_more_than_its_cap_and_says_so(load, server):
     assert len(server.bodies) == 2 and result.cost_usd == 0
 
 
-def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server):
-    prices = {"usd_per_search": 0.03, "usd_per_page": 0.01, "pages": 2, "offline": True}
+def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server, monkeypatch):
+    monkeypatch.setenv("TAVILY_API_KEY", "tvly")
+    prices = {"usd_per_search": 0.03, "usd_per_page": 0.01, "pages": 2, "base_url": server.url}
     web = WEB | prices
     experts = {"mine": MINE | {"max_tokens": 1000}}
     tools = load(
         catalogue(EXPERT, web, here=server.url, max_usd=0.051, experts=experts, aliases={})
     )
     assert most_usd(tools[1], {"query": "q"}) == pytest.approx(0.05)
-    assert "offline" in tools[1].call({"query": "q"}).content  # it fits, and costs nothing
     server.answer = lambda body: said("a", usage=(0, 1000))
     assert not tools[0].call({"task": "t"}).error  # $0.002
     assert "more than the run has left" in tools[1].call({"query": "q"}).content
+    assert len(server.bodies) == 1
+    offline = load([WEB | prices | {"offline": True}])[0].call({"query": "q"})
+    assert "offline" in offline.content and offline.cost_usd == 0
 
 
 def test_web_search_asks_the_address_of_its_entry(load, server, monkeypatch, tmp_path):

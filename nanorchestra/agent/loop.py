@@ -31,7 +31,7 @@ from nanorchestra.records import (
     Trajectory,
     Turn,
 )
-from nanorchestra.tools.replies import drawing
+from nanorchestra.tools.replies import in_attempt
 from nanorchestra.tools.threads import in_thread
 
 # ("start", Trajectory), ("text", deltas of a turn), ("turn", its last deltas), ("results", Turn)
@@ -110,7 +110,7 @@ class Attempt:
         """Returns the trajectory, with its cost and outcome."""
         t = self.trajectory
         self._emit("start", t)
-        with drawing(self.seed):
+        with in_attempt(self.seed):
             try:
                 t.status = await self._play()
             finally:

@@ -69,7 +69,7 @@ class ReplayError(UserError):
 
 
 @dataclass
-class Draws:
+class RequestCounts:
     """Numbers an attempt's requests: the k-th that is equal to earlier ones has the number k.
 
     `place` tells equal calls of one turn apart, which run side by side.
@@ -86,52 +86,54 @@ class Draws:
         return f"{self.seed}{self.place}-{k}", k
 
 
-DRAWS: ContextVar[Draws | None] = ContextVar("DRAWS", default=None)  # of the attempt that is played
+# Those of the attempt that is played.
+REQUESTS: ContextVar[RequestCounts | None] = ContextVar("REQUESTS", default=None)
 
 
 @contextmanager
-def drawing(seed: int) -> Iterator[None]:
+def in_attempt(seed: int) -> Iterator[None]:
     """Marks what runs inside as an attempt with this seed, or as a part of the attempt it is in."""
-    if DRAWS.get():
+    if REQUESTS.get():
         yield
         return
-    token = DRAWS.set(Draws(seed))
+    token = REQUESTS.set(RequestCounts(seed))
     try:
         yield
     finally:
-        DRAWS.reset(token)
+        REQUESTS.reset(token)
 
 
 @contextmanager
-def side_by_side(calls: Sequence[Any]) -> Iterator[list[Draws | None]]:
-    """Yields the draws of each of a turn's calls, which run at once and so may not share them.
+def side_by_side(calls: Sequence[Any]) -> Iterator[list[RequestCounts | None]]:
+    """Yields the counts of each of a turn's calls, which run at once and so may not share them.
 
-    Calls that are equal have other places. The attempt goes on after the most that one has drawn.
+    Equal calls have places of their own. Afterwards the attempt counts on from the highest number.
     """
-    draws = DRAWS.get()
-    if draws is None:
+    counts = REQUESTS.get()
+    if counts is None:
         yield [None] * len(calls)
         return
     branches = []
     for number, call in enumerate(calls):
         equal = list(calls[:number]).count(call)
-        place = draws.place + (f".{equal}" if equal else "")
-        branches.append(Draws(draws.seed, place, Counter(draws.counts)))
+        place = counts.place + (f".{equal}" if equal else "")
+        branches.append(RequestCounts(counts.seed, place, Counter(counts.counts)))
     yield branches
     for branch in branches:
-        draws.counts |= branch.counts
+        counts.counts |= branch.counts
 
 
 class ReplyStore:
     """The recorded replies of a directory; thread-safe, for any number of processes.
 
     asks: whether a request without a reply is asked, and its reply recorded; else that is an error.
+    tools: whether it holds the results of tools that run here, too.
     """
 
-    def __init__(self, directory: str | Path, asks: bool = True):
-        self.directory, self.asks = Path(directory), asks
+    def __init__(self, directory: str | Path, asks: bool = True, tools: bool = True):
+        self.directory, self.asks, self.tools = Path(directory), asks, tools
         self._asking: dict[Path, threading.Lock] = {}
-        self._outside = Draws(0)  # of requests that no attempt makes
+        self._outside = RequestCounts(0)  # of requests that no attempt makes
 
     def make(self) -> "ReplyStore":
         """Makes the directory, so that a wrong one is known at the start. UserError."""
@@ -156,7 +158,7 @@ class ReplyStore:
         """
         key = hashlib.sha256(_canonical(request).encode()).hexdigest()
         folder = self.directory / key[:2] / key
-        name, k = (SHARED, 0) if shared else (DRAWS.get() or self._outside).next(key)
+        name, k = (SHARED, 0) if shared else (REQUESTS.get() or self._outside).next(key)
         file = folder / f"{name}.json"
         if file.exists():
             return _read(file)
@@ -172,7 +174,7 @@ class ReplyStore:
             lock.release()
 
     def _replayed(self, folder, name, k, request) -> Reply:
-        """Returns the failure of this draw, if it has failed for good, or another draw's reply."""
+        """Returns the failure under this name, or the k-th reply in an order of the seed's own."""
         failure = folder / f"{name}.{FAILED}.json"
         if failure.exists():
             return _read(failure)

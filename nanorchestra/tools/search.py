@@ -70,7 +70,8 @@ class WebSearch:
         query = arguments["query"].strip()[:QUERY_CHARS]
         body = {"query": query, "search_depth": "advanced", "max_results": 20}
         body["chunks_per_source"] = 3
-        found = self._ask("search", body, self.usd_per_search, lambda hits: self.usd_per_search)
+        most = self.most_usd(arguments)  # its pages are to be paid, too
+        found = self._ask("search", body, most, lambda hits: self.usd_per_search)
         seconds = found.seconds
         if found.problem:
             return ToolResult(

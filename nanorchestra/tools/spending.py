@@ -10,14 +10,17 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from nanorchestra.files import read_json, write_whole
+from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, check
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.replies import ReplayError, Reply, ReplyStore
+
+WAIT_S = 600.0  # for the same call of a tool, that is made already
 
 
 class Spending:
@@ -95,6 +98,24 @@ class Spending:
         except ReplayError as error:
             self.broken = self.broken or str(error)
             return Reply(problem=str(error))
+
+    def measured(self, request: Json, call: Callable[[], ToolResult]) -> ToolResult:
+        """Returns `call()`, or its recorded result: of a tool whose seconds are measured here.
+
+        Without its seconds a replay would not be the run that was recorded.
+        """
+        if self.replies is None or not self.replies.tools:
+            return call()
+
+        def ask() -> Reply:
+            result = call()
+            problem = result.content if result.infrastructure else ""
+            return Reply(asdict(result), seconds=result.latency_s, problem=problem)
+
+        reply = self.recorded(request, ask, WAIT_S)
+        if reply.content is None:
+            return ToolResult(f"Error: {reply.problem}", error=True, infrastructure=True)
+        return ToolResult(**reply.content)
 
     def pay(
         self,

@@ -34,7 +34,7 @@ from nanorchestra.tools.functions import FunctionTool
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, Passage
 from nanorchestra.tools.models import Endpoint, Expert
-from nanorchestra.tools.replies import ReplyStore, drawing
+from nanorchestra.tools.replies import ReplyStore, in_attempt
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Spending
@@ -350,7 +350,7 @@ def test_a_reply_that_is_asked_for_already_is_waited_for_only_so_long(tmp_path):
         endpoint = Endpoint(server.url, timeout_s=2.0)
 
         def ask(text, name, endpoint=endpoint):
-            with drawing(7):  # of one attempt, which is repeated while its first call is open
+            with in_attempt(7):  # of one attempt, which is repeated while its first call is open
                 return Expert("m", endpoint, "m", Price(1, 1), spending).ask(text, name)
 
         with ThreadPoolExecutor(2) as pool:
