@@ -181,6 +181,34 @@ def test_a_model_behind_an_endpoint_and_real_experts_run_once_and_are_repeated_f
     )
 
 
+def test_an_evaluation_is_replayed_without_its_endpoints_for_nothing(home, capsys):
+    def answer(body):
+        if body.get("tools") and body["messages"][-1]["role"] == "user":
+            return said(None, [("strong", "{}")], "tool_calls")
+        threading.Event().wait(random.random() * 0.02)
+        return said(str(random.randrange(100)))
+
+    with openai_server() as server:
+        server.answer = answer
+        options = [*questions(home, server.url), "--all", "--tasks", "6", "--trials", "2"]
+        options += ["--policy", f"boss@{server.url}:input=1:output=2", "strongest", "cascade"]
+        assert evaluate.main([*options, "--experts", "record:kept", "--run", "one"]) == 0
+        assert "paid to endpoints: $0.00" in (out := capsys.readouterr().out) and "(" in out
+    replay = [*options, "--experts", "replay:kept", "--max-usd", "0"]
+    assert evaluate.main([*replay, "--run", "two"]) == 0
+    assert "paid to endpoints" not in capsys.readouterr().out
+    one, two = records("one"), records("two")
+    assert "spent.json" in one and "spent.json" not in two
+    other = {"report.html", "config.toml", "spent.json"}  # they name the run, the word and the bill
+    assert {n: one[n] for n in one.keys() - other} == {n: two[n] for n in two.keys() - other}
+    assert not Path("runs/replies").exists()
+    assert evaluate.main([*replay, "--run", "three", "--tasks", "7"]) == 2
+    problem = capsys.readouterr().err.splitlines()[-1]
+    assert "no reply is recorded to boss at" in problem and "record it with record:DIR" in problem
+    assert evaluate.main([*options, "--experts", "replay:nowhere"]) == 2
+    assert "task.experts: nowhere holds no recorded replies" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("why", ["cap", "dead"])
 def test_what_was_measured_is_kept_when_dollars_or_an_endpoint_end(home, why, capsys, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the tries
