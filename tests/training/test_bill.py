@@ -99,6 +99,15 @@ def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path)
     assert bill.spending.spent == pytest.approx(0.4)
 
 
+def test_a_reply_that_is_not_recorded_ends_the_run_on_every_rank(tmp_path):
+    bills = opened(tmp_path, 2, 1.0)
+    bills[1].spending.broken = "replay: no reply is recorded to big"
+    everywhere = SimpleNamespace(all_gather=lambda _: [bill.spending.broken for bill in bills])
+    for bill in bills:
+        with pytest.raises(UserError, match="no reply is recorded to big"):
+            bill.require_left(everywhere)
+
+
 def test_a_run_without_a_limit_is_never_refused(tmp_path):
     (bill,) = opened(tmp_path, 1, float("inf"))
     divide([bill])
