@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, Price, Task, ToolCall, Trajectory
 from nanorchestra.tools import replies as replies_module
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
-from nanorchestra.tools.replies import ReplyStore, in_attempt, store_of
+from nanorchestra.tools.replies import ReplyStore, RequestCounts, in_attempt, store_of
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Spending
 from tools import PythonTool
@@ -57,6 +58,18 @@ def ask(seed, text, *experts):
     """The replies of one attempt's calls, in order."""
     with in_attempt(seed):
         return [each.ask(text, "expert") for each in experts]
+
+
+@pytest.fixture
+def any_order(monkeypatch):
+    """Threads come to the store in any order, as on a busy machine."""
+    number = RequestCounts.next
+
+    def late(counts, key):
+        time.sleep(random.random() * 0.02)
+        return number(counts, key)
+
+    monkeypatch.setattr(RequestCounts, "next", late)
 
 
 def test_a_replay_is_the_recording_and_nothing_is_paid_for_it(server, tmp_path):
@@ -122,7 +135,9 @@ def test_what_matters_is_in_the_key_and_a_miss_names_the_request(server, tmp_pat
     assert known.content == "hi 0" and known.cost_usd == Price(9, 9).cost(10, 5)
 
 
-def test_equal_calls_of_one_turn_have_replies_of_their_own_whatever_comes_first(server, tmp_path):
+def test_equal_calls_of_one_turn_have_replies_of_their_own_whatever_comes_first(
+    server, tmp_path, any_order
+):
     """They run side by side, and the first of them may answer last."""
 
     def turn(money, calls=4):
@@ -168,7 +183,7 @@ def test_a_failure_is_replayed_and_a_recording_asks_again(server, tmp_path, monk
 
 
 def test_a_whole_attempt_is_replayed_with_its_user_limits_and_tools(
-    server, tmp_path, nano_tokenizer, sandbox
+    server, tmp_path, nano_tokenizer, sandbox, any_order
 ):
     def attempts(money):
         tools = [
