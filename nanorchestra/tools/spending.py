@@ -164,7 +164,7 @@ class Spending:
         def paid() -> Reply:
             return self.pay(ask, most_usd, bill, payee)
 
-        request = {"url": endpoint.base_url, "body": body}
+        request = {"url": endpoint.base_url.rstrip("/"), "body": body}
         return self.recorded(request, paid, endpoint.timeout_s)
 
     def _keep(self) -> None:
