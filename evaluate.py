@@ -41,6 +41,7 @@ from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.comparison import recorded_attempts, write_comparison
 from nanorchestra.report.run import Run, label, table
 from nanorchestra.schemas import Json
+from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, to_row
@@ -83,7 +84,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     add("--world", nargs="+", default=["miniature"], help="as task.world of train.py")
     add("--all", action="store_true", help="not every fifth task of a file, but all")
     add("--tools", default="", help="catalogue of the tools for questions, as task.tools")
-    add("--experts", default="simulated", choices=("simulated", "real"), help="of the catalogue")
+    add("--experts", default="simulated", help="simulated, real, record:DIR or replay:DIR")
     add("--judge", default="", help="expert of the catalogue that judges what no rule accepts")
     add("--user", default="", help="expert of the catalogue that plays users; empty: a script")
     add("--preference", default="", help="of tasks without one, as task.preference; empty: none")
@@ -105,7 +106,8 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
     The attempts of a block run side by side and are recorded together in a file of their own. A
     file that is there is read, so a resumed evaluation is the same as an unbroken one.
     """
-    spending = Spending(options.max_usd, RUNS / "replies")
+    replies = ReplyStore(RUNS / "replies", tools=False)  # unless --experts names a directory
+    spending = Spending(options.max_usd, replies, RUNS / options.run / "spent.json")
     worlds = open_worlds(options, sandbox, spending)
     tasks = {name: tasks_of(world, options) for name, world in worlds.items()}
     routers = {name: routers_of(world) for name, world in worlds.items()}
@@ -130,12 +132,10 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
                         player = player or policy.load(spending, options.parallel)
                         block = tasks[world_name][start : start + options.parallel]
                         seed = options.seed + TRIAL * trial
-                        spending.trial = trial
                         attempts = play_block(player, policy, world, block, seed, start)
                         check_block(policy, attempts, spending)
-                        record_block(file, policy, block, attempts, trial, spending)
+                        record_block(file, policy, block, attempts, trial)
                     rows = [row for _, row in read_json_lines(file)]
-                    spending.spent = rows[-1]["spent_usd"]
                     pairs = played[world_name].setdefault(policy.text, [])
                     pairs += [from_row(row) for row in rows]
     except UserError as error:
@@ -146,6 +146,9 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
     run.write_json("summary.json", {"partial": problem, "worlds": summaries})
     write_comparison(run.path)
     show(summaries)
+    if spending.bill:
+        parts = ", ".join(f"{name} ${usd:.4g}" for name, usd in spending.bill.most_common())
+        print(f"paid to endpoints: ${sum(spending.bill.values()):.4g} ({parts})")
     require(not problem, problem)
     print(f"{run.path}: report.html and plots")
 
@@ -251,6 +254,7 @@ def play_block(
 
 def check_block(policy: Policy, attempts: list[Trajectory], spending: Spending) -> None:
     """Raises UserError if the dollars are spent, or an endpoint is gone, of a policy or expert."""
+    require(not spending.broken, spending.broken)
     require(not spending.refused, f"--max-usd {spending.most:g} is reached; give more to go on")
     failures = [attempt.failure for attempt in attempts if attempt.failure]
     require(
@@ -266,15 +270,9 @@ def record_block(
     block: list[Task],
     attempts: list[Trajectory],
     trial: int,
-    spending: Spending,
 ) -> None:
     """Writes the attempts as JSON Lines, the whole file at once."""
-    more = {
-        "policy": policy.text,
-        "priced": policy.priced,
-        "trial": trial,
-        "spent_usd": round(spending.spent, 9),  # in whatever order it was added up
-    }
+    more = {"policy": policy.text, "priced": policy.priced, "trial": trial}
     lines = []
     for task, attempt in zip(block, attempts, strict=True):
         lines.append(json.dumps(to_row(task, attempt) | more) + "\n")

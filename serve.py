@@ -36,7 +36,9 @@ from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.hub import local_model
 from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.spending import Spending
 from worlds.terminal import COMMANDS, KEYS, OpenQuestions, Terminal, questions_of, show_again
 
 
@@ -97,6 +99,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--ask", help="answer this and end")
     add("--json", action="store_true", help="write a JSON object for each question")
     add("--tools", help="a catalogue, see docs/tools.md (default: Python)")
+    add("--experts", default="real", help="real, record:DIR or replay:DIR, see docs/tools.md")
     add("--index", help="offer search in an index that tools.py built")
     add("--trace", type=Path, help="add every attempt to this file, as JSON")
     add("--replay", type=Path, help="show the attempts of such a file again, and end")
@@ -141,6 +144,10 @@ def serve_openai(
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
     options = parse(arguments)
+    require(
+        options.experts != "simulated",
+        "--experts is 'simulated'; it must be real, record:DIR or replay:DIR",
+    )
     require(options.ask is None or options.ask.strip(), "--ask: the question is empty")
     if options.replay:
         show_again(options.replay, Tokenizer.from_dir(local_model(options.model)))
@@ -154,7 +161,9 @@ def main(arguments: list[str]) -> int:
     SamplingParams(**sampling)  # checks it
     context = read_config(model).max_position_embeddings
     with Sandbox() as sandbox:
-        world = questions_of(model, options.tools, options.index, sandbox)
+        replies = store_of(options.experts, "--experts")
+        spending = Spending(replies=replies)
+        world = questions_of(model, options.tools, options.index, sandbox, spending)
         limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
         running, engine_options = 1, {}
         if options.http:  # the pool has a fixed size, and requests wait for its pages

@@ -31,7 +31,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,20 @@ class PythonTool:
     timeout_s: float = 5.0
     usd_per_second: float = 0.0
     result_words: int = RESULT_WORDS
+    spending: Spending = field(default_factory=Spending)  # for its recorded results
     kind, blocking, parameters = "code", True, arguments_schema(code="string")
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns what the code printed, and its error."""
+        body = {
+            "code": arguments["code"],
+            "timeout_s": self.timeout_s,
+            "usd": [self.usd_per_call, self.usd_per_second],
+        }
+        request = {"url": "code", "body": body}
+        return self.spending.measured(request, lambda: self._run(arguments))
+
+    def _run(self, arguments) -> ToolResult:
         result = self.sandbox.run(arguments["code"], timeout_s=self.timeout_s)
         error = f"Error: {result.error}" if result.error else ""
         text = "\n".join(filter(None, [result.stdout.strip(), error])) or "(no output)"
@@ -114,6 +124,7 @@ class LookupTool:
     latency_s: float | None = None
     passages: int = 1
     result_words: int = RESULT_WORDS
+    spending: Spending = field(default_factory=Spending)  # for its recorded results
     kind, parameters = "search", arguments_schema(query="string")
 
     def __post_init__(self) -> None:
@@ -125,6 +136,11 @@ class LookupTool:
         An index that fails, on its device or at a search server, is a failure of the
         infrastructure, and costs nothing.
         """
+        body = {"query": arguments["query"], "passages": self.passages, "usd": self.usd_per_call}
+        request = {"url": f"search {self.name}", "body": body}
+        return self.spending.measured(request, lambda: self._search(arguments))
+
+    def _search(self, arguments) -> ToolResult:
         start = time.monotonic()
         try:
             hits = self.index.search(arguments["query"], k=self.passages)
@@ -208,7 +224,8 @@ class Catalogue:
 
     def tools(self, entries: list[Json], given: Sequence[Tool] = ()) -> list[Tool]:
         """Returns the tools on offer, without those that only help a role."""
-        made = [*(self._make(**entry) for entry in entries), *given]
+        made = [self._make(**entry) for entry in entries]
+        made += [replace(each, spending=self.spending) for each in given]
         roles = [tool for tool in made if isinstance(tool, RoleTool)]
         helping = []
         for role in roles:
@@ -226,7 +243,7 @@ class Catalogue:
         helpers = [tool for tool in tools if tool.kind == role.kind]
         if role.kind == "code" and not helpers:
             limits = {"timeout_s": 60.0, "usd_per_second": SANDBOX_USD}
-            helpers = [PythonTool("python", "", self.sandbox, **limits)]
+            helpers = [PythonTool("python", "", self.sandbox, spending=self.spending, **limits)]
         require(
             helpers or role.kind != "search" or self.simulated,
             f"{self.path}: {role.name}: nothing to search in; add a tool of the kind search or "
@@ -238,9 +255,10 @@ class Catalogue:
         """Returns the tool of one entry."""
         where = f"{self.path}: {settings['name']}"
         if kind == "code":
-            return PythonTool(sandbox=self.sandbox, **settings)
+            return PythonTool(sandbox=self.sandbox, spending=self.spending, **settings)
         if kind == "search":
-            return LookupTool(index=open_index(settings.pop("corpus")), **settings)
+            index = open_index(settings.pop("corpus"))
+            return LookupTool(index=index, spending=self.spending, **settings)
         if kind == "web":
             return WebSearch(spending=self.spending, **settings)
         if kind == "expert":

@@ -72,8 +72,10 @@ class TaskSection:
         "environment of your own, or a mixture: 'miniature=0.9, data/=0.1'",
     )
     tools: str = setting("", "catalogue of the tools for questions, a file as tools.py describes")
-    experts: Literal["simulated", "real"] = setting(
-        "simulated", "experts of the catalogue: simulated, or asked at their endpoints"
+    experts: str = setting(
+        "simulated",
+        "experts of the catalogue: simulated, real (asked at their endpoints), record:DIR (real, "
+        "and each reply is kept in DIR) or replay:DIR (the replies of DIR alone)",
     )
     judge: str = setting(
         "", "expert of the catalogue, then not on offer, that judges what no rule accepts"

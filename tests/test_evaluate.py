@@ -168,6 +168,8 @@ def test_a_model_behind_an_endpoint_and_real_experts_run_once_and_are_repeated_f
         assert Counter(body["model"] for body in server.bodies) == {"boss": 12, "strong": 6}
         assert evaluate.main([*options, "--run", "two"]) == 0 and len(server.bodies) == asked
     one, two = records("one"), records("two")
+    spent = json.loads(one.pop("spent.json"))["spent_usd"]  # the second has paid nothing
+    assert spent == pytest.approx(12 * 20e-6 + 6 * 60e-6)
     assert {n: one[n] for n in one if n != "report.html"} == {
         n: two[n] for n in two if n != "report.html"
     }
@@ -177,6 +179,34 @@ def test_a_model_behind_an_endpoint_and_real_experts_run_once_and_are_repeated_f
     assert (
         boss["calls"] == {"strong": 1.0} and boss["cost_usd"] > summaries["strongest"]["cost_usd"]
     )
+
+
+def test_an_evaluation_is_replayed_without_its_endpoints_for_nothing(home, capsys):
+    def answer(body):
+        if body.get("tools") and body["messages"][-1]["role"] == "user":
+            return said(None, [("strong", "{}")], "tool_calls")
+        threading.Event().wait(random.random() * 0.02)
+        return said(str(random.randrange(100)))
+
+    with openai_server() as server:
+        server.answer = answer
+        options = [*questions(home, server.url), "--all", "--tasks", "6", "--trials", "2"]
+        options += ["--policy", f"boss@{server.url}:input=1:output=2", "strongest", "cascade"]
+        assert evaluate.main([*options, "--experts", "record:kept", "--run", "one"]) == 0
+        assert "paid to endpoints: $0.00" in (out := capsys.readouterr().out) and "(" in out
+    replay = [*options, "--experts", "replay:kept", "--max-usd", "0"]
+    assert evaluate.main([*replay, "--run", "two"]) == 0
+    assert "paid to endpoints" not in capsys.readouterr().out
+    one, two = records("one"), records("two")
+    assert "spent.json" in one and "spent.json" not in two
+    other = {"report.html", "config.toml", "spent.json"}  # they name the run, the word and the bill
+    assert {n: one[n] for n in one.keys() - other} == {n: two[n] for n in two.keys() - other}
+    assert not Path("runs/replies").exists()
+    assert evaluate.main([*replay, "--run", "three", "--tasks", "7"]) == 2
+    problem = capsys.readouterr().err.splitlines()[-1]
+    assert "no reply is recorded to boss at" in problem and "record it with record:DIR" in problem
+    assert evaluate.main([*options, "--experts", "replay:nowhere"]) == 2
+    assert "task.experts: nowhere holds no recorded replies" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("why", ["cap", "dead"])

@@ -460,6 +460,29 @@ def test_an_expert_that_is_down_is_told_and_the_answer_comes_all_the_same(
     assert "error  Error: llm did not answer: no connection (Connection refused)" in out
 
 
+def test_a_recorded_expert_answers_again_without_its_server_and_a_miss_is_told(
+    command_line, tmp_path
+):
+    offered = {"name": "llm", "kind": "expert", "description": "d", "expert": "big"}
+    tables = {"experts": {"big": {"endpoint": "here", "model": "big", "usd": [1, 2]}}}
+    script = think("it knows", "llm", task="what?"), think("so", content="42")
+
+    def asked(word, *script):
+        words = ["--tools", f"{tmp_path}/t.json", "--experts", f"{word}:{tmp_path}/kept"]
+        status, out, _ = command_line("--ask", "what?", *words, "--json", script=script)
+        assert status == 0
+        return json.loads(out)["turns"]
+
+    with openai_server() as server:
+        tables |= {"endpoints": {"here": {"base_url": server.url}}, "tools": [offered]}
+        (tmp_path / "t.json").write_text(json.dumps(tables))
+        recorded = asked("record", *script)
+    assert recorded[0]["results"][0]["content"] == "42" and asked("replay", *script) == recorded
+    other = asked("replay", think("it knows", "llm", task="who?"), script[1])
+    (result,) = other[0]["results"]
+    assert result["infrastructure"] and "replay: no reply is recorded to llm" in result["content"]
+
+
 def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     command_line, tmp_path, monkeypatch, nano_tokenizer, capsys
 ):
@@ -513,6 +536,8 @@ def test_a_mistake_is_one_line_and_status_2(command_line, tmp_path):
         (["--index", str(tmp_path)], "not a whole index"),
         (["--ask", "who are you?"], "outside the miniature's world"),
         (["--ask", ""], "--ask: the question is empty"),
+        (["--experts", "simulated"], "it must be real, record:DIR or replay:DIR"),
+        (["--experts", "replay:/no/dir"], "--experts: /no/dir holds no recorded replies"),
     ):
         status, out, err = command_line(*arguments)
         *notice, line = err.splitlines()

@@ -17,10 +17,10 @@ from nanorchestra.agent import nested
 from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
+from nanorchestra.files import read_json
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools import models
 from nanorchestra.tools.allowance import UNLIMITED, RefusedError, most_usd, within
-from nanorchestra.tools.spending import reply_file
 from tools import RecordsTool, SimulatedExpert, Skill, load_tools, tool
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
@@ -159,18 +159,21 @@ def test_a_run_spends_no_more_than_its_cap_and_says_so(load, server):
     assert len(server.bodies) == 2 and result.cost_usd == 0
 
 
-def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server):
-    prices = {"usd_per_search": 0.03, "usd_per_page": 0.01, "pages": 2, "offline": True}
+def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server, monkeypatch):
+    monkeypatch.setenv("TAVILY_API_KEY", "tvly")
+    prices = {"usd_per_search": 0.03, "usd_per_page": 0.01, "pages": 2, "base_url": server.url}
     web = WEB | prices
     experts = {"mine": MINE | {"max_tokens": 1000}}
     tools = load(
         catalogue(EXPERT, web, here=server.url, max_usd=0.051, experts=experts, aliases={})
     )
     assert most_usd(tools[1], {"query": "q"}) == pytest.approx(0.05)
-    assert "offline" in tools[1].call({"query": "q"}).content  # it fits, and costs nothing
     server.answer = lambda body: said("a", usage=(0, 1000))
     assert not tools[0].call({"task": "t"}).error  # $0.002
     assert "more than the run has left" in tools[1].call({"query": "q"}).content
+    assert len(server.bodies) == 1
+    offline = load([WEB | prices | {"offline": True}])[0].call({"query": "q"})
+    assert "offline" in offline.content and offline.cost_usd == 0
 
 
 def test_web_search_asks_the_address_of_its_entry(load, server, monkeypatch, tmp_path):
@@ -183,8 +186,8 @@ def test_web_search_asks_the_address_of_its_entry(load, server, monkeypatch, tmp
         for _ in range(2):
             assert f"of {path}" in tool.call({"query": "q"}).content
     assert len(server.bodies) == 4  # a search and its pages, at two addresses
-    stored = {file.name for file in (tmp_path / "cache").iterdir()}
-    assert reply_file("", ["search", server.bodies[0]]).name not in stored
+    stored = [read_json(file)["url"] for file in (tmp_path / "cache").glob("*/*/request.json")]
+    assert len(set(stored)) == 4
 
 
 def test_an_endpoint_has_so_many_calls_at_once_as_it_says(load, server):

@@ -41,6 +41,7 @@ def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
 
     attempts, _ = play(rollout, environment, seeds)
     played = [attempt for _, attempt in finished(zip(tasks, attempts, strict=True))]
+    require(not spending.broken, spending.broken)
     failures = [attempt.failure for attempt in attempts if attempt.failure]
     require(
         len(played) > 1,
@@ -61,7 +62,8 @@ def api_bill(config: Config, count: int, sandbox: Sandbox) -> str:
     training = steps * grpo.prompts * grpo.group_size
     evaluated = 2 * config.evaluation.tasks
     number = training + evaluated
-    real = "paid" if spending.spent else "simulated: at the catalogue's prices"
+    recorded = "recorded" if spending.replies else "simulated: at the catalogue's prices"
+    real = "paid" if spending.spent else recorded
     lines = [
         f"API bill, from a probe of {len(played)} tasks (experts {real}):",
         f"  ${usd:.4g} an attempt [{low:.4g}, {high:.4g}], {number:,} attempts "

@@ -9,6 +9,7 @@ from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
 from nanorchestra.records import words_and_vector
 from nanorchestra.tools.models import ExpertTool
+from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from tools import load_tools
@@ -29,8 +30,11 @@ def open_world(
 ) -> World:
     """Returns the world that task.world names, or the mixture of the worlds that it names.
 
-    `spending` bounds and counts what real experts cost. UserError.
+    `spending` bounds and counts what real experts cost, and gets the recorded replies that
+    task.experts names. UserError.
     """
+    spending = spending or Spending()
+    spending.replies = store_of(settings.experts, "task.experts") or spending.replies
     shares = parse_mixture(settings.world)
     worlds = {name: _open(name, settings, seed, sandbox, spending) for name in shares}
     if len(worlds) == 1:

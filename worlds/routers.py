@@ -23,6 +23,7 @@ from nanorchestra.agent.world import World
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.schemas import Json
+from nanorchestra.tools.replies import in_attempt
 from nanorchestra.tools.roles import final_answer
 from reward import task_rewards
 from tools import Skill
@@ -81,9 +82,10 @@ class Router:
         return [attempt.result() for attempt in attempts]
 
     def _play(self, env: Environment, seed: int) -> Trajectory:
-        if env.task.world == MINIATURE:
-            return use_until_sure(TOOL_ORDERS[self.name](env.task), env, seed)
-        return ask_until_two_agree(EXPERT_ORDERS[self.name](env.task), env, seed)
+        with in_attempt(seed):
+            if env.task.world == MINIATURE:
+                return use_until_sure(TOOL_ORDERS[self.name](env.task), env, seed)
+            return ask_until_two_agree(EXPERT_ORDERS[self.name](env.task), env, seed)
 
 
 # The miniature: orders of the tools on offer.

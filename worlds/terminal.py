@@ -28,6 +28,7 @@ from nanorchestra.schemas import Json
 from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import names_of, reached
@@ -95,12 +96,16 @@ class MiniatureQuestions(OpenQuestions):
 
 
 def questions_of(
-    model: Path, catalogue: str | None, index: str | None, sandbox: Sandbox
+    model: Path,
+    catalogue: str | None,
+    index: str | None,
+    sandbox: Sandbox,
+    spending: Spending | None = None,
 ) -> OpenQuestions:
     """Returns the questions of a checkpoint: the miniature's, if it was trained there.
 
     With tools of `catalogue`, or search in `index`, they are any. Without a catalogue there is
-    Python.
+    Python. `spending` has the recorded replies of its experts.
     """
     config = model.parent / "config.toml"
     trained_there = config.is_file() and read_toml(config)["task"]["world"] == "miniature"
@@ -108,7 +113,7 @@ def questions_of(
         return MiniatureQuestions(sandbox)
     search = [LookupTool("search", SEARCH, open_index(index))] if index else []
     if catalogue:
-        return OpenQuestions(load_tools(catalogue, sandbox, more=search))
+        return OpenQuestions(load_tools(catalogue, sandbox, spending, more=search))
     python = PythonTool("python", PYTHON, sandbox, 0.0, None, 60.0, SANDBOX_USD)
     return OpenQuestions([python, *search])
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from nanorchestra.agent.environment import Environment, PreparedCall, refused_call
 from nanorchestra.records import Price, ToolCall, ToolResult, Trajectory
 from nanorchestra.tools.allowance import Allowance
+from nanorchestra.tools.replies import REQUESTS, RequestCounts, side_by_side
 
 SECONDS_PER_TOKEN = 0.01  # latency of a sampled id of the policy
 ANSWER_SHARE = 0.1  # of the user's dollars and seconds, which calls leave for reading and answering
@@ -76,16 +77,21 @@ class UserLimits:
                 prepared = self.env.prepare(call, Allowance(usd, share, seconds, preference))
             if usd < math.inf:  # an orchestrator may have no bound without a limit of dollars
                 usd -= prepared.most_usd
-            running.append(self._run(call, prepared, seconds))
-        return await asyncio.gather(*running)
+            running.append((call, prepared, seconds))
+        with side_by_side([(call.name, call.arguments) for call in calls]) as counts:
+            made = zip(running, counts, strict=True)
+            return await asyncio.gather(*(self._run(*each, own) for each, own in made))
 
-    async def _run(self, call: ToolCall, prepared: PreparedCall, seconds: float) -> ToolResult:
+    async def _run(
+        self, call: ToolCall, prepared: PreparedCall, seconds: float, counts: RequestCounts | None
+    ) -> ToolResult:
         """Returns a call's result; without one after `seconds` it is given up, billed at its most.
 
         The dollars of a result that comes too late are known. One that the infrastructure failed
         says so, however late. A call without a bound of dollars is
         waited for, so that its bill is known: an orchestrator keeps to the seconds itself.
         """
+        REQUESTS.set(counts)  # of this call's own task
         late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
         endless = math.inf in (seconds, prepared.most_usd)
         try:

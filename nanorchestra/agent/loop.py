@@ -31,6 +31,7 @@ from nanorchestra.records import (
     Trajectory,
     Turn,
 )
+from nanorchestra.tools.replies import in_attempt
 from nanorchestra.tools.threads import in_thread
 
 # ("start", Trajectory), ("text", deltas of a turn), ("turn", its last deltas), ("results", Turn)
@@ -109,14 +110,15 @@ class Attempt:
         """Returns the trajectory, with its cost and outcome."""
         t = self.trajectory
         self._emit("start", t)
-        try:
-            t.status = await self._play()
-        finally:
-            self._close()
-            t.cost_usd += self.user_limits.own_usd()
-        t.well_formed = t.well_formed and t.status == "answered" and bool(t.answer)
-        if t.status == "answered":
-            await in_thread(score_answer, self.env, t)
+        with in_attempt(self.seed):
+            try:
+                t.status = await self._play()
+            finally:
+                self._close()
+                t.cost_usd += self.user_limits.own_usd()
+            t.well_formed = t.well_formed and t.status == "answered" and bool(t.answer)
+            if t.status == "answered":
+                await in_thread(score_answer, self.env, t)
         return t
 
     async def _play(self) -> str:

@@ -23,8 +23,8 @@ from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json, bounded_json
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
+from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import in_thread
 
@@ -73,16 +73,6 @@ class EndpointRollout(Rollout):
         )
 
 
-@dataclass(frozen=True)
-class _Reply:
-    """A message, with its US dollars and seconds; None if a `problem` prevented one."""
-
-    message: Json | None = None
-    usd: float = 0.0
-    seconds: float = 0.0
-    problem: str = ""
-
-
 @dataclass
 class EndpointConversation:
     """An attempt as the endpoint knows it: every request carries the whole conversation."""
@@ -128,22 +118,22 @@ class EndpointConversation:
         server = replace(server, timeout_s=min(self.user.seconds_left(), server.timeout_s))
         max_tokens = params["max_completion_tokens"]
         body = self._request(params)
-        reply = await in_thread(self._ask, server, body, self._most_tokens(), max_tokens)
-        self.trajectory.cost_usd += reply.usd
+        reply, usd = await in_thread(self._ask, server, body, self._most_tokens(), max_tokens)
+        self.trajectory.cost_usd += usd
         self.trajectory.latency_s += reply.seconds
-        if reply.message is None:
+        if reply.problem:
             if self.user.seconds_left() <= 0:
                 return _completion([], "length")
             text = f"Error: {params['model']} at {server.base_url} failed ({reply.problem})"
             return _completion([], "error", text)
         tokenizer = self.rollout.tokenizer
-        turn = read(reply.message)
+        turn = read(reply.content)
         whole = chat.encode_assistant(tokenizer, turn.reasoning, turn.content, turn.calls)
         ids = whole
-        if reply.message["finish_reason"] == "length":
+        if reply.content["finish_reason"] == "length":
             ids = whole[:-1]  # a message that was cut has no end
         ids = ids[:max_tokens]
-        self._record(reply.message, chat.parse(tokenizer, ids))
+        self._record(reply.content, chat.parse(tokenizer, ids))
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
     def _request(self, params) -> Json:
@@ -153,30 +143,22 @@ class EndpointConversation:
             body["tools"] = self.tools
         return body
 
-    def _ask(self, server: Endpoint, body: Json, most_read: int, most_sampled: int) -> _Reply:
-        """Returns the reply to a request, whose tokens are bounded, with the bill of them.
+    def _ask(
+        self, server: Endpoint, body: Json, most_read: int, most_sampled: int
+    ) -> tuple[Reply, float]:
+        """Returns the reply to a request, whose tokens are bounded, and the US dollars of them.
 
         A reply is paid for also if the attempt does not wait for it.
         """
-        price, spending = self.rollout.endpoint_price, self.rollout.spending
+        price = self.rollout.endpoint_price
 
-        def bill(tokens):
-            read, sampled = tokens
+        def bill(reply: Reply) -> float:
+            read, sampled = reply.tokens
             return price.cost(min(read, most_read), min(sampled, most_sampled))
 
         most_usd = price.cost(most_read, most_sampled)
-        if not spending.reserve(most_usd):
-            return _Reply(problem=f"${most_usd:.2g} is more than is left to spend")
-        usd = 0.0
-        try:
-            message, tokens = spending.complete(server, body)
-            usd = bill(tokens)
-            return _Reply(message, usd, message["spent"][1])
-        except EndpointError as error:
-            usd = bill(error.tokens)
-            return _Reply(None, usd, error.spent[1], str(error))
-        finally:
-            spending.settle(most_usd, usd, "policy")
+        reply = self.rollout.spending.complete(server, body, most_usd, bill, "policy")
+        return reply, bill(reply)
 
     def _record(self, message: Json, parsed: ParsedTurn):
         """Appends a message as the loop parses it, with the server's own field of reasoning."""

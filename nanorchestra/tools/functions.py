@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import in_daemon
 
 FUNCTION = "function"  # a kind that works for no role
@@ -71,6 +72,7 @@ class FunctionTool:
     timeout_s: float = 60.0
     result_words: int = RESULT_WORDS
     kind: str = FUNCTION
+    spending: Spending = field(default_factory=Spending)  # for its recorded results
     blocking = True
 
     def call(self, arguments: Json) -> ToolResult:
@@ -78,6 +80,11 @@ class FunctionTool:
 
         A list that a search returns is one of documents, the best first.
         """
+        body = {"arguments": arguments, "usd": self.usd_per_call}
+        request = {"url": f"function {self.name}", "body": body}
+        return self.spending.measured(request, lambda: self._run(arguments))
+
+    def _run(self, arguments) -> ToolResult:
         start = time.monotonic()
         try:
             value = within_seconds(self.timeout_s, lambda: self.function(**arguments))

@@ -19,6 +19,7 @@ from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.allowance import Allowance, too_dear
 from nanorchestra.tools.failures import failed
 from nanorchestra.tools.http import EndpointError, count_tokens, post, secret
+from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
@@ -192,10 +193,8 @@ class Expert:
             for variable in {*self.endpoint.unset()} - TOLD:
                 TOLD.add(variable)
                 print(f"{self.model} needs {variable}, which is not set", file=sys.stderr)
-        payee = self.payee or self.known_as or self.name
-        most = self.most_usd(text)
         try:
-            return self.spending.charge(name, most, lambda: self._ask(text, name), payee)
+            return self._ask(text, name)
         except UserError as error:
             return failed(name, error)
 
@@ -216,28 +215,35 @@ class Expert:
             body["temperature"] = self.temperature
         if self.reasoning_effort:
             body["reasoning_effort"] = self.reasoning_effort
-        infrastructure = False  # an answer that is empty or refused is the model's own
-        try:
-            message, tokens = self.spending.complete(self.endpoint, body)
-            answer, spent = message["content"].rpartition("</think>")[2], message["spent"]
-            problem = "" if answer.strip() else _emptiness(message)
-        except EndpointError as error:
-            problem, tokens, spent = f"did not answer: {error}", error.tokens, error.spent
-            infrastructure = not error.bad_request
+
+        def counted(reply: Reply) -> tuple[int, int]:  # as many tokens as were asked for, at most
+            read, written = reply.tokens
+            return min(read, most_tokens(text)), min(written, self.max_tokens)
+
+        def bill(reply: Reply) -> float:
+            return self.price.cost(*counted(reply))
+
+        payee = self.payee or self.known_as or self.name
+        reply = self.spending.complete(self.endpoint, body, self.most_usd(text), bill, payee)
+        infrastructure = bool(reply.problem) and not reply.bad_request
+        if reply.problem:
+            problem, answer = f"did not answer: {reply.problem}", ""
+        else:  # an answer that is empty or refused is the model's own
+            answer = reply.content["content"].rpartition("</think>")[2]
+            problem = "" if answer.strip() else _emptiness(reply.content)
         if problem:
             answer = f"Error: {name} {self._renamed(problem, name)}"
-        retries, seconds = spent
-        tokens = tuple(map(min, tokens, (most_tokens(text), self.max_tokens)))  # of what was asked
+        input_tokens, output_tokens = counted(reply)
         return ToolResult(
             answer.strip(),
-            self.price.cost(*tokens),
-            seconds,
+            bill(reply),
+            reply.seconds,
             error=bool(problem),
             infrastructure=infrastructure,
-            input_tokens=tokens[0],
-            output_tokens=tokens[1],
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
             alias=name,
-            retries=retries,
+            retries=reply.retries,
         )
 
 

@@ -1,21 +1,20 @@
-"""Searches the web by Tavily, reads the best pages, and keeps every reply on disk.
+"""Searches the web by Tavily, and reads the best pages.
 
-A stored reply keeps its price and latency, so that a run repeats itself. Offline, only stored
-replies are read. The API key comes from the environment and reaches no message and no file.
+A reply that is recorded keeps its price and latency, so that a run repeats itself. All equal
+queries have the same reply, as nothing is sampled. The API key comes from the environment and
+reaches no message and no file.
 """
 
-import json
 import os
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
-from nanorchestra.tools.http import EndpointError, post
-from nanorchestra.tools.spending import Spending, reply_file
+from nanorchestra.tools.http import post
+from nanorchestra.tools.replies import ReplayError, Reply, ReplyStore
+from nanorchestra.tools.spending import Spending
 
 TAVILY = "https://api.tavily.com"
 KEY_VARIABLE = "TAVILY_API_KEY"
@@ -26,15 +25,16 @@ MIN_CHARS = 100  # of a page; a shorter one is replaced by the excerpts of the s
 
 @dataclass
 class WebSearch:
-    """Documents of the web for a query. `cache` is a directory; prices are Tavily's, in USD.
+    """Documents of the web for a query. Prices are Tavily's, in USD.
 
-    `base_url` is the address of Tavily, or of a server that answers as Tavily does. UserError
-    without a key, unless `offline`.
+    `cache` is a directory of recorded replies of this tool alone, beside those of the run; ""
+    none. `offline`: nothing but its replies is read. `base_url` is the address of Tavily, or of a
+    server that answers as Tavily does. UserError without a key, unless nothing is asked.
     """
 
     name: str
     description: str
-    cache: str
+    cache: str = ""
     pages: int = 5
     offline: bool = False
     usd_per_search: float = 0.01
@@ -47,14 +47,15 @@ class WebSearch:
     parameters = arguments_schema(query="string")
 
     def __post_init__(self) -> None:
+        require(self.cache or not self.offline, f"{self.name}: offline needs a cache to read")
+        replies = self.spending.replies
+        asks = not self.offline and (replies is None or replies.asks)
         problem = f"{self.name}: the environment variable {KEY_VARIABLE} is not set; set it, or"
-        require(self.offline or os.environ.get(KEY_VARIABLE), f"{problem} offline = true")
+        require(not asks or os.environ.get(KEY_VARIABLE), f"{problem} offline = true")
         try:
-            Path(self.cache).mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            problem = f"{self.name}: cache is {self.cache!r:.80}, no directory that can be made"
-            raise UserError(f"{problem} ({reason})") from None
+            self._cached = ReplyStore(self.cache, not self.offline).make() if self.cache else None
+        except UserError as error:
+            raise UserError(f"{self.name}: cache is {error}") from None
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which searches of the web can be banned."""
@@ -67,33 +68,31 @@ class WebSearch:
     def call(self, arguments: Json) -> ToolResult:
         """Returns the best documents, best first: title, address, score, text."""
         query = arguments["query"].strip()[:QUERY_CHARS]
-        most = self.most_usd(arguments)
-        return self.spending.charge(self.name, most, lambda: self._search(query))
-
-    def _search(self, query) -> ToolResult:
         body = {"query": query, "search_depth": "advanced", "max_results": 20}
-        try:
-            hits, seconds = self._ask("search", body | {"chunks_per_source": 3})
-        except EndpointError as error:
-            retries, seconds = error.spent
+        body["chunks_per_source"] = 3
+        most = self.most_usd(arguments)  # its pages are to be paid, too
+        found = self._ask("search", body, most, lambda hits: self.usd_per_search)
+        seconds = found.seconds
+        if found.problem:
             return ToolResult(
-                f"Error: {self.name}: {error}",
+                f"Error: {self.name}: {found.problem}",
                 latency_s=seconds,
                 error=True,
-                infrastructure=not error.bad_request,
-                retries=retries,
+                infrastructure=not found.bad_request,
+                retries=found.retries,
             )
+        hits = found.content
         hits = hits[: self.pages]  # best first
         if not hits:
             return ToolResult("nothing found", self.usd_per_search, seconds)
         body = {"urls": [h["url"] for h in hits], "extract_depth": "advanced", "format": "text"}
-        note = ""
-        try:
-            pages, more = self._ask("extract", body)
-        except EndpointError as error:
-            pages, more = [], error.spent[1]
-            note = f"\n\n(excerpts only; pages were not read: {error})"
-        pages = pages[: len(hits)]  # a server that sends more than was asked for is not paid more
+
+        def usd_of(pages: list[Json]) -> float:
+            return self.usd_per_page * min(len(pages), len(hits))  # no more than was asked for
+
+        read = self._ask("extract", body, self.usd_per_page * len(hits), usd_of)
+        note = f"\n\n(excerpts only; pages were not read: {read.problem})" if read.problem else ""
+        pages = (read.content or [])[: len(hits)]
         texts = {page["url"]: page.get("raw_content") or "" for page in pages}
         documents = []
         for hit in hits:
@@ -102,26 +101,36 @@ class WebSearch:
             score = hit.get("score") or 0.0
             head = f"{hit.get('title') or ''}\n{hit['url']} (score {score:.2f})"
             documents.append(f"{head}\n{text[:PAGE_CHARS]}")
-        usd = self.usd_per_search + self.usd_per_page * len(pages)
+        usd = self.usd_per_search + usd_of(pages)
         content = "\n\n".join(documents) + note
         best_last = {"documents": documents[::-1]}
-        return ToolResult(content, usd, seconds + more, findings=best_last)
+        return ToolResult(content, usd, seconds + read.seconds, findings=best_last)
 
-    def _ask(self, path, body) -> tuple[list[Json], float]:
-        """Returns the results of a request and its seconds, from the cache if they are there."""
+    def _ask(
+        self, path: str, body: Json, most_usd: float, usd_of: Callable[[list[Json]], float]
+    ) -> Reply:
+        """Returns the reply to a request, with its results as content; they cost `usd_of`."""
         url = f"{self.base_url.rstrip('/')}/{path}"
-        request = [path, body] if self.base_url == TAVILY else [url, body]
-        stored = reply_file(self.cache, request)
-        try:
-            return read_json(stored)
-        except UserError as missing:  # not asked yet, or damaged
-            if self.offline:
-                problem = "offline, and this query has no stored reply; use another tool"
-                raise EndpointError(problem, bad_request=True) from missing
-        reply, (_, seconds) = post(url, body, SHAPES["tavily"], KEY_VARIABLE, self.timeout_s)
-        answer = reply["results"], seconds
-        try:
-            write_whole(stored, json.dumps(answer))
-        except UserError as error:
-            warnings.warn(f"a reply of Tavily is lost: {error}", stacklevel=2)
-        return answer
+        request = {"url": url, "body": body}
+
+        def ask() -> Reply:
+            reply, spent = post(url, body, SHAPES["tavily"], KEY_VARIABLE, self.timeout_s)
+            return Reply(reply["results"], (0, 0), *spent)
+
+        def paid() -> Reply:
+            def bill(reply: Reply) -> float:
+                return 0.0 if reply.problem else usd_of(reply.content)
+
+            return self.spending.pay(ask, most_usd, bill, self.name)
+
+        def cached() -> Reply:
+            if self._cached is None:
+                return paid()
+            try:
+                return self._cached.reply(request, paid, self.timeout_s, shared=True)
+            except ReplayError as error:
+                missing = "offline, and this query has no stored reply; use another tool"
+                problem = missing if self.offline else str(error)
+                return Reply(problem=problem, bad_request=self.offline)
+
+        return self.spending.recorded(request, cached, self.timeout_s, shared=True)

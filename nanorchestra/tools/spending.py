@@ -5,12 +5,12 @@ has spent is kept in a file, open calls at their most, so that a run which is ki
 goes on from what it has really spent. No torch.
 """
 
-import hashlib
 import json
 import math
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,31 @@ from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, check
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.replies import ReplayError, Reply, ReplyStore
+
+WAIT_S = 600.0  # for the same call of a tool, that is made already
 
 
 class Spending:
     """US dollars that the endpoints of a run may cost together; thread-safe.
 
-    most: of all processes of the run. replies: a directory that keeps what endpoints say, so that
-    nothing is asked twice; `trial` is part of a reply's key, so that a repeated trial asks anew.
+    most: of all processes of the run. replies: what endpoints have said, which costs nothing again.
     file: where this process keeps what it has spent; what it says is counted from the start.
 
     `limit` is this process's part of `most`. `bill` is what was spent, by payee. `refused` says
-    whether a call was refused.
+    whether a call was refused, `broken` why the recorded replies do not do, "" if they do: either
+    ends a run.
 
     Invariant: `spent`, which counts an open call at its most, is never above `limit`.
     """
 
     def __init__(
-        self, most: float = math.inf, replies: Path | None = None, file: Path | None = None
+        self, most: float = math.inf, replies: ReplyStore | None = None, file: Path | None = None
     ):
         self.most, self.limit, self.replies, self.file = most, most, replies, file
-        self.spent, self.refused, self.trial = 0.0, False, 0
+        self.spent, self.refused, self.broken = 0.0, False, ""
         self.bill: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._asking: dict[Path, threading.Lock] = {}
         if file is not None and file.exists():
             self.spent, self.bill = read_spent(file)
 
@@ -79,45 +81,91 @@ class Spending:
             if usd or most_usd:
                 self._keep()
 
-    def charge(
-        self, name: str, most_usd: float, call: Callable[[], ToolResult], payee: str = ""
-    ) -> ToolResult:
-        """Returns `call()`, or an error if that could cost more than the run has left.
+    def recorded(
+        self, request: Json, ask: Callable[[], Reply], wait_s: float, shared: bool = False
+    ) -> Reply:
+        """Returns the reply to a request that is recorded, or else that of `ask`.
 
-        The bill names `payee`, or else `name`.
+        An EndpointError of `ask` is a reply with a problem. Without recorded replies that is all;
+        with them see `ReplyStore.reply`. UserError if a reply cannot be recorded.
+        """
+        try:
+            if self.replies is None:
+                return ask()
+            return self.replies.reply(request, ask, wait_s, shared)
+        except EndpointError as error:
+            return Reply.of_error(error)
+        except ReplayError as error:
+            self.broken = self.broken or str(error)
+            return Reply(problem=str(error))
+
+    def measured(self, request: Json, call: Callable[[], ToolResult]) -> ToolResult:
+        """Returns `call()`, or its recorded result: of a tool whose seconds are measured here.
+
+        Without its seconds a replay would not be the run that was recorded.
+        """
+        if self.replies is None or not self.replies.tools:
+            return call()
+
+        def ask() -> Reply:
+            result = call()
+            problem = result.content if result.infrastructure else ""
+            return Reply(asdict(result), seconds=result.latency_s, problem=problem)
+
+        reply = self.recorded(request, ask, WAIT_S)
+        if reply.content is None:
+            return ToolResult(f"Error: {reply.problem}", error=True, infrastructure=True)
+        return ToolResult(**reply.content)
+
+    def pay(
+        self,
+        ask: Callable[[], Reply],
+        most_usd: float,
+        bill: Callable[[Reply], float],
+        payee: str,
+    ) -> Reply:
+        """Returns the reply of `ask`, or its EndpointError as one, and bills it.
+
+        It may cost `most_usd` US dollars, and costs `bill(reply)`. EndpointError if the run has
+        fewer left.
         """
         if not self.reserve(most_usd):
-            problem = f"{name} could cost ${most_usd:.2g}, more than the run has left to spend"
-            return ToolResult(f"Error: {problem}", error=True, infrastructure=True, alias=name)
-        usd = 0.0  # of a call that raises, as far as is known
+            problem = f"it could cost ${most_usd:.2g}, more than the run has left to spend"
+            raise EndpointError(problem)
+        usd = 0.0  # of a call that raises something else, as far as is known
         try:
-            result = call()
-            usd = result.cost_usd
+            try:
+                reply = ask()
+            except EndpointError as error:
+                reply = Reply.of_error(error)
+            usd = bill(reply)
         finally:
-            self.settle(most_usd, usd, payee or name)
-        return result
+            self.settle(most_usd, usd, payee)
+        return replace(reply, usd=usd)
 
-    def complete(self, endpoint: Any, body: Json) -> Any:
-        """Returns what `endpoint.complete(body)` does, or has returned to the same request.
+    def complete(
+        self,
+        endpoint: Any,
+        body: Json,
+        most_usd: float,
+        bill: Callable[[Reply], float],
+        payee: str,
+    ) -> Reply:
+        """Returns the reply of an Endpoint to a chat, with its message as content.
 
-        A request that is open already is waited for, `endpoint.timeout_s` seconds at most. A reply
-        that is stored keeps its own seconds. Raises EndpointError.
+        It is a recorded one, or is paid as by `pay`. UserError if it cannot be recorded.
         """
-        if self.replies is None:
-            return endpoint.complete(body)
-        stored = reply_file(self.replies, [endpoint.base_url, self.trial, body])
-        asking = self._asking.setdefault(stored, threading.Lock())
-        if not asking.acquire(timeout=endpoint.timeout_s):
-            raise EndpointError(f"the same request had no reply within {endpoint.timeout_s:g} s")
-        try:
-            if stored.exists():
-                return read_json(stored)
-            reply = endpoint.complete(body)
-            self.replies.mkdir(parents=True, exist_ok=True)
-            write_whole(stored, json.dumps(reply))
-            return reply
-        finally:
-            asking.release()
+
+        def ask() -> Reply:
+            message, tokens = endpoint.complete(body)
+            retries, seconds = message.pop("spent")
+            return Reply(message, tokens, retries, seconds)
+
+        def paid() -> Reply:
+            return self.pay(ask, most_usd, bill, payee)
+
+        request = {"url": endpoint.base_url.rstrip("/"), "body": body}
+        return self.recorded(request, paid, endpoint.timeout_s)
 
     def _keep(self) -> None:
         if self.file is not None:
@@ -130,9 +178,3 @@ def read_spent(file: Path) -> tuple[float, Counter[str]]:
     kept = read_json(file)
     check(kept, "spent", str(file))
     return kept["spent_usd"], Counter(kept["bill_usd"])
-
-
-def reply_file(directory: str | Path, request: Any) -> Path:
-    """Returns the file of a directory that keeps the reply to a request, which is JSON."""
-    digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-    return Path(directory) / f"{digest}.json"

@@ -1,6 +1,7 @@
 """Runs calls in daemon threads, for which neither Ctrl-C nor the exit of the process waits."""
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,13 +11,13 @@ T = TypeVar("T")
 
 
 def in_daemon(call: Callable[[], T]) -> Future[T]:
-    """Runs `call` in a daemon thread; returns the future of its result."""
-    future = Future()
+    """Runs `call` in a daemon thread, in the caller's context; returns the future of its result."""
+    future, context = Future(), contextvars.copy_context()
     future.set_running_or_notify_cancel()  # so that a cancelled attempt leaves it alone
 
     def work():
         try:
-            future.set_result(call())
+            future.set_result(context.run(call))
         except BaseException as error:
             future.set_exception(error)
 

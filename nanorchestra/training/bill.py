@@ -46,7 +46,12 @@ class Bill:
         self.spending.divide(ranks.all_gather(self.spending.spent), self.before_usd)
 
     def require_left(self, ranks: Ranks) -> None:
-        """Raises UserError on every rank if a call was refused for the limit on one of them."""
+        """Raises UserError on every rank if one of them was refused a call for the limit.
+
+        So it does if a recorded reply was missing or damaged.
+        """
+        broken = [problem for problem in ranks.all_gather(self.spending.broken) if problem]
+        require(not broken, "".join(broken[:1]))
         require(
             not any(ranks.all_gather(self.spending.refused)),
             f"max_usd of the catalogue is {self.spending.most:g} US dollars, and what is left does "

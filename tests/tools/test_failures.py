@@ -34,6 +34,7 @@ from nanorchestra.tools.functions import FunctionTool
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, Passage
 from nanorchestra.tools.models import Endpoint, Expert
+from nanorchestra.tools.replies import ReplyStore, in_attempt
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Spending
@@ -345,14 +346,17 @@ def test_an_expert_waits_for_a_place_only_so_long_and_says_how_long():
 def test_a_reply_that_is_asked_for_already_is_waited_for_only_so_long(tmp_path):
     with openai_server() as server:
         server.answer = lambda body: time.sleep(0.4) or said("42")
-        spending = Spending(replies=tmp_path / "replies")
+        spending = Spending(replies=ReplyStore(tmp_path / "replies"))
         endpoint = Endpoint(server.url, timeout_s=2.0)
-        ask = Expert("m", endpoint, "m", Price(1, 1), spending).ask
+
+        def ask(text, name, endpoint=endpoint):
+            with in_attempt(7):  # of one attempt, which is repeated while its first call is open
+                return Expert("m", endpoint, "m", Price(1, 1), spending).ask(text, name)
+
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(ask, "hi", "m")
             time.sleep(0.1)
-            hasty = Expert("m", replace(endpoint, timeout_s=0.1), "m", Price(1, 1), spending)
-            result = hasty.ask("hi", "m")
+            result = ask("hi", "m", replace(endpoint, timeout_s=0.1))
             assert result.infrastructure and "had no reply within 0.1 s" in result.content
             assert first.result().content == "42"
         stored = ask("hi", "m")

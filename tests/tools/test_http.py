@@ -372,7 +372,7 @@ def test_a_call_that_raises_keeps_no_reservation():
 
     for _ in range(3):
         with pytest.raises(RuntimeError):
-            spending.charge("e", 0.4, call)
+            spending.pay(call, 0.4, None, "e")
     assert spending.spent == 0.0 and not spending.refused
 
 

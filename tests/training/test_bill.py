@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
 from nanorchestra.errors import UserError
-from nanorchestra.records import ToolResult, Trajectory
+from nanorchestra.records import Trajectory
+from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.bill import Bill
 from nanorchestra.training.distributed import Ranks
@@ -59,11 +62,12 @@ def test_the_bill_names_who_was_paid_and_outlives_the_process(tmp_path):
     (bill,) = opened(tmp_path, 1, 1.0)
     divide([bill])
     spending = bill.spending
-    spending.charge("answer-1", 0.5, lambda: ToolResult("", 0.2), "gpt-5")
-    spending.charge("answer-1", 0.5, lambda: ToolResult("", 0.1), "judge")
+    spending.pay(Reply, 0.5, lambda reply: 0.2, "gpt-5")
+    spending.pay(Reply, 0.5, lambda reply: 0.1, "judge")
     with pytest.raises(RuntimeError):
-        spending.charge("answer-1", 0.5, lambda: (_ for _ in ()).throw(RuntimeError()))
-    assert spending.charge("big", 0.8, lambda: ToolResult("")).infrastructure
+        spending.pay(lambda: (_ for _ in ()).throw(RuntimeError()), 0.5, None, "gpt-5")
+    with pytest.raises(EndpointError, match="more than the run has left"):
+        spending.pay(Reply, 0.8, None, "big")
     with pytest.raises(UserError, match="max_usd of the catalogue is 1 US dollars.*--resume"):
         bill.require_left(Ranks())
     (again,) = opened(tmp_path, 1, 1.0)
@@ -78,7 +82,8 @@ def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path)
 
     def run(environments, seeds):
         for _ in environments:
-            bill.spending.charge("strong", 0.2, lambda: ToolResult("", 0.2))
+            with suppress(EndpointError):
+                bill.spending.pay(Reply, 0.2, lambda reply: 0.2, "strong")
         return [Trajectory("t", seed) for seed in seeds]
 
     world = SimpleNamespace(task=lambda *place: "task", environment=lambda *start: "environment")
@@ -92,6 +97,15 @@ def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path)
     with pytest.raises(UserError, match="raise it, and go on with --resume"):
         play([3])
     assert bill.spending.spent == pytest.approx(0.4)
+
+
+def test_a_reply_that_is_not_recorded_ends_the_run_on_every_rank(tmp_path):
+    bills = opened(tmp_path, 2, 1.0)
+    bills[1].spending.broken = "replay: no reply is recorded to big"
+    everywhere = SimpleNamespace(all_gather=lambda _: [bill.spending.broken for bill in bills])
+    for bill in bills:
+        with pytest.raises(UserError, match="no reply is recorded to big"):
+            bill.require_left(everywhere)
 
 
 def test_a_run_without_a_limit_is_never_refused(tmp_path):

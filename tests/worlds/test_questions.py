@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from openai_server import openai_server, said
+from run_rows import TIMINGS
 from scripted import call, execute
 
 import train
@@ -268,20 +269,96 @@ class Menu:
         return mask
 
 
+ROLES = {
+    "answer": ("answer-1", "answer-2", "answer-3", "answer-4"),
+    "search": ("search-1",),
+    "enhance_reasoning": ("reasoner-1",),
+}
+
+
+def hold_to_calls_of_roles(monkeypatch, tokenizer):
+    """Makes the policy of train.py draw each turn among the calls of ROLES."""
+    turns = [
+        call(alias, name).replace('"text"', '"model"').replace("\nt\n", f"\n{alias[-2:]}\n")
+        for name, aliases in ROLES.items()
+        for alias in aliases
+    ]
+    monkeypatch.setattr(
+        build, "SamplingParams", partial(SamplingParams, guide=Menu(tokenizer, turns))
+    )
+
+
+def of_a_run(root):
+    """What a run in `root` has written that is a function of its seed, by file."""
+    (run,) = root.glob("*-dry-run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    steps = [{k: v for k, v in row.items() if k not in {*TIMINGS, "bill_usd"}} for row in rows]
+    held_out = json.loads((run / "summary.json").read_text())["held_out"]
+    files = [run / "trajectories.jsonl", *sorted((run / "model").glob("*.safetensors"))]
+    return {"steps": steps, "held_out": held_out} | {f.name: f.read_bytes() for f in files}
+
+
+@pytest.mark.slow
+def test_grpo_on_recorded_replies_is_the_run_that_was_recorded(tmp_path, monkeypatch, capsys):
+    """Replies, seconds and failures are drawn at random, so that no two recordings are equal."""
+    monkeypatch.setattr("nanorchestra.tools.http.random.uniform", lambda *_: 0.0)
+    hold_to_calls_of_roles(monkeypatch, load_rollout(NANO, AttemptLimits(), {}, 1).tokenizer)
+
+    def answer(body):
+        threading.Event().wait(random.random() * 0.03)
+        if random.random() < 0.05:
+            return b"a gateway's page"
+        if body["model"] == "judge":
+            return said(f"<correct>{random.random() < 0.5}</correct>")
+        text = f"It is {random.randrange(99)}.\n```python\nimport time\nprint(time.time())\n```"
+        return said(text + "<query>who was the first lady</query>", usage=(10, random.randrange(9)))
+
+    rows = lines(tmp_path / "rows.jsonl", ROWS)
+
+    def run(word, name, seed="0"):
+        options = ["--config", "toolorchestra-8b", "--dry-run", "--run.root", str(tmp_path / name)]
+        options += ["--rollout.temperature", "4", "--rollout.lockstep", "true"]
+        options += ["--task.world", f"questions:{rows}", "--task.experts", word, "--run.seed", seed]
+        options += ["--task.tools", f"{PUBLISHED},{tmp_path}/mine.json", "--task.judge", "judge"]
+        return train.main(options)
+
+    kept = tmp_path / "kept"
+    with openai_server() as server:
+        server.answer = answer
+        here = {"base_url": server.url, "key_variable": ""}
+        tables = json.loads(Path(catalogue(tmp_path)).read_text())
+        pages = lines(tmp_path / "pages.jsonl", [{"text": "Eliza was the first lady."}])
+        search = {"kind": "search", "name": "pages", "description": "d", "corpus": str(pages)}
+        tables |= {"tools": [search, tables["tools"][-1]], "endpoints": dict.fromkeys(HOSTS, here)}
+        (tmp_path / "mine.json").write_text(json.dumps(tables))
+        assert run(f"record:{kept}", "recorded") == 0
+        asked = len(server.bodies)
+    recorded = of_a_run(tmp_path / "recorded")
+    assert asked > 40 and any("loss" in step for step in recorded["steps"])
+    files = {file: file.read_bytes() for file in kept.rglob("*.json")}
+    for name in ("first", "second"):  # the server is down
+        assert run(f"replay:{kept}", name) == 0
+        replayed = of_a_run(tmp_path / name)
+        for part in recorded.keys() - {"steps"}:
+            assert replayed[part] == recorded[part], part
+        for step, before in zip(replayed["steps"], recorded["steps"], strict=True):
+            assert step | {"retried": 0} == before | {"retried": 0}, "but for what was repeated"
+        (done,) = (tmp_path / name).glob("*-dry-run")
+        assert json.loads((done / "summary.json").read_text())["bill_usd"] == {}
+        assert not list(done.glob("spent/*"))
+    assert {file: file.read_bytes() for file in kept.rglob("*.json")} == files
+    capsys.readouterr()
+    assert run(f"replay:{kept}", "another", seed="1") == 2, "other questions were not asked"
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("train.py: replay: no reply is recorded to ") and "What is" in error
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not FRAMES.exists(), reason="the data beside the project are absent")
 def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeypatch):
     nano, alone = load_rollout(NANO, AttemptLimits(), {}, 1), threading.Lock()
     judged = itertools.count()
-    roles = {"answer": ("answer-1", "answer-2", "answer-3", "answer-4"), "search": ("search-1",)}
-    roles |= {"enhance_reasoning": ("reasoner-1",)}
-    turns = [
-        call(alias, name).replace('"text"', '"model"').replace("\nt\n", f"\n{alias[-2:]}\n")
-        for name, aliases in roles.items()
-        for alias in aliases
-    ]
-    guided = partial(SamplingParams, guide=Menu(nano.tokenizer, turns))
-    monkeypatch.setattr(build, "SamplingParams", guided)
+    hold_to_calls_of_roles(monkeypatch, nano.tokenizer)
 
     def answer(body):
         if body["model"] == "judge":

@@ -1,0 +1,262 @@
+"""Records what endpoints reply, and replays it: a directory of files, one for each reply.
+
+A reply lies under the SHA-256 of its request, so DIR/ab/abcd.../ has `request.json` and the replies
+to it. A request may have several, since sampling is sampling: the k-th request of an attempt that
+is equal to earlier ones has a reply of its own, and its name is the attempt's seed and k. So which
+reply an attempt reads is a function of its seed, never of timing. A seed that was not recorded
+draws among the replies that there are. No key reaches a file. No torch.
+"""
+
+import hashlib
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanorchestra.errors import UserError, require
+from nanorchestra.files import read_json, write_new, write_whole
+from nanorchestra.schemas import Json, check
+from nanorchestra.tools.http import EndpointError
+
+SHARED = "shared"  # the one reply to all equal requests, where nothing is sampled
+FAILED = "failed"  # how the name of a failure ends
+EXCERPT = 100  # characters of a request, in a message
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What was replied to a request, as JSON, or the `problem` that there was.
+
+    tokens: input and output, as the server counts them. retries: requests that were repeated.
+    seconds: of all. usd: US dollars that were paid. bad_request: the request is at fault; else a
+    problem is the infrastructure's.
+    """
+
+    content: Any = None
+    tokens: tuple[int, int] = (0, 0)
+    retries: int = 0
+    seconds: float = 0.0
+    usd: float = 0.0
+    problem: str = ""
+    bad_request: bool = False
+
+    @classmethod
+    def of_error(cls, error: EndpointError) -> "Reply":
+        """Returns the reply that an error is."""
+        retries, seconds = error.spent
+        return cls(
+            tokens=error.tokens,
+            retries=retries,
+            seconds=seconds,
+            problem=str(error),
+            bad_request=error.bad_request,
+        )
+
+    @property
+    def final(self) -> bool:
+        """Whether the same request would be answered alike: no failure of the infrastructure."""
+        return not self.problem or self.bad_request
+
+
+class ReplayError(UserError):
+    """A reply is not recorded, or its file is damaged, so the run cannot be what was recorded."""
+
+
+@dataclass
+class RequestCounts:
+    """Numbers an attempt's requests: the k-th that is equal to earlier ones has the number k.
+
+    `place` tells equal calls of one turn apart, which run side by side.
+    """
+
+    seed: int
+    place: str = ""
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def next(self, key: str) -> tuple[str, int]:
+        """Returns the name of the reply to a request with this digest, and its number k."""
+        k = self.counts[key]
+        self.counts[key] += 1
+        return f"{self.seed}{self.place}-{k}", k
+
+
+# Those of the attempt that is played.
+REQUESTS: ContextVar[RequestCounts | None] = ContextVar("REQUESTS", default=None)
+
+
+@contextmanager
+def in_attempt(seed: int) -> Iterator[None]:
+    """Marks what runs inside as an attempt with this seed, or as a part of the attempt it is in."""
+    if REQUESTS.get():
+        yield
+        return
+    token = REQUESTS.set(RequestCounts(seed))
+    try:
+        yield
+    finally:
+        REQUESTS.reset(token)
+
+
+@contextmanager
+def side_by_side(calls: Sequence[Any]) -> Iterator[list[RequestCounts | None]]:
+    """Yields the counts of each of a turn's calls, which run at once and so may not share them.
+
+    Equal calls have places of their own. Afterwards the attempt counts on from the highest number.
+    """
+    counts = REQUESTS.get()
+    if counts is None:
+        yield [None] * len(calls)
+        return
+    branches = []
+    for number, call in enumerate(calls):
+        equal = list(calls[:number]).count(call)
+        place = counts.place + (f".{equal}" if equal else "")
+        branches.append(RequestCounts(counts.seed, place, Counter(counts.counts)))
+    yield branches
+    for branch in branches:
+        counts.counts |= branch.counts
+
+
+class ReplyStore:
+    """The recorded replies of a directory; thread-safe, for any number of processes.
+
+    asks: whether a request without a reply is asked, and its reply recorded; else that is an error.
+    tools: whether it holds the results of tools that run here, too.
+    """
+
+    def __init__(self, directory: str | Path, asks: bool = True, tools: bool = True):
+        self.directory, self.asks, self.tools = Path(directory), asks, tools
+        self._asking: dict[Path, threading.Lock] = {}
+        self._outside = RequestCounts(0)  # of requests that no attempt makes
+
+    def make(self) -> "ReplyStore":
+        """Makes the directory, so that a wrong one is known at the start. UserError."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            problem = f"{str(self.directory)!r:.80}, no directory that can be made ({reason})"
+            raise UserError(problem) from None
+        return self
+
+    def reply(
+        self, request: Json, ask: Callable[[], Reply], wait_s: float, shared: bool = False
+    ) -> Reply:
+        """Returns the recorded reply to a request, or that of `ask`, which is then recorded.
+
+        What `ask` raises is not recorded. A failure of the infrastructure is recorded for a replay
+        alone, and asked again by a recording. A request that is open already is waited for,
+        `wait_s` seconds at most. shared: all equal requests have the same reply. Raises
+        EndpointError, ReplayError for a reply that is missing or damaged, and UserError if none can
+        be written.
+        """
+        key = hashlib.sha256(_canonical(request).encode()).hexdigest()
+        folder = self.directory / key[:2] / key
+        name, k = (SHARED, 0) if shared else (REQUESTS.get() or self._outside).next(key)
+        file = folder / f"{name}.json"
+        if file.exists():
+            return _read(file)
+        if not self.asks:
+            return self._replayed(folder, name, k, request)
+        lock = self._asking.setdefault(file, threading.Lock())
+        if not lock.acquire(timeout=wait_s):
+            raise EndpointError(f"the same request had no reply within {wait_s:g} s")
+        try:
+            return _read(file) if file.exists() else _recorded(file, request, ask())
+        finally:
+            self._asking.pop(file, None)
+            lock.release()
+
+    def _replayed(self, folder, name, k, request) -> Reply:
+        """Returns the failure under this name, or the k-th reply in an order of the seed's own."""
+        failure = folder / f"{name}.{FAILED}.json"
+        if failure.exists():
+            return _read(failure)
+        kept = [file for file in folder.glob("[!.]*.json") if file.name != "request.json"]
+        replies = sorted(file for file in kept if not file.stem.endswith(f".{FAILED}"))
+        if not replies:
+            what = f"{folder.name[:12]} of {self.directory}"
+            raise ReplayError(
+                f"replay: no reply is recorded to {_excerpt(request)} (request {what}); "
+                "record it with record:DIR"
+            )
+        seed = name.rpartition("-")[0]
+        random.Random(f"{seed}/{folder.name}").shuffle(replies)
+        return _read(replies[k % len(replies)])
+
+
+def store_of(word: str, where: str) -> ReplyStore | None:
+    """Returns the store that "record:DIR" or "replay:DIR" names; None for the words without one.
+
+    UserError, which begins with `where`, for another word.
+    """
+    kind, _, directory = word.partition(":")
+    if word in ("simulated", "real"):
+        return None
+    require(
+        kind in ("record", "replay") and directory,
+        f"{where} is {word!r}; it must be simulated, real, record:DIR or replay:DIR",
+    )
+    if kind == "record":
+        try:
+            return ReplyStore(directory).make()
+        except UserError as error:
+            raise UserError(f"{where}: DIR is {error}") from None
+    require(
+        any(Path(directory).glob("??/*/*.json")),
+        f"{where}: {directory} holds no recorded replies; record:DIR writes them",
+    )
+    return ReplyStore(directory, asks=False)
+
+
+def _recorded(file, request, reply) -> Reply:
+    """Writes a reply, whole or not at all. Returns it, or that of a process that was first."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{file.parent}: cannot be made ({error.strerror})") from None
+    write_new(file.parent / "request.json", _canonical(request))
+    row = asdict(reply)
+    text = json.dumps(row | {"sha256": _digest(row)}, indent=1)
+    if not reply.final:
+        write_whole(file.with_suffix(f".{FAILED}.json"), text)
+    elif not write_new(file, text):
+        return _read(file)
+    return reply
+
+
+def _read(file) -> Reply:
+    """Returns the reply of a file. ReplayError unless it is as it was written."""
+    try:
+        row = read_json(file)
+        check(row, "reply", str(file))
+        require(_digest(row) == row["sha256"], f"{file}: damaged, its sha256 is another")
+    except UserError as error:
+        raise ReplayError(f"{error}; delete it, and a recording asks again") from None
+    del row["sha256"]
+    return Reply(**row | {"tokens": tuple(row["tokens"])})
+
+
+def _digest(row) -> str:
+    """Returns the SHA-256 of a reply's fields."""
+    fields = {name: value for name, value in row.items() if name != "sha256"}
+    return hashlib.sha256(_canonical(fields).encode()).hexdigest()
+
+
+def _canonical(value) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _excerpt(request) -> str:
+    """Returns who is asked and the end of what, in one line."""
+    body = request["body"]
+    said = body["messages"][-1].get("content") if body.get("messages") else None
+    text = " ".join(str(said or body.get("query") or body.get("urls") or "").split())
+    who = f"{body['model']} at {request['url']}" if "model" in body else request["url"]
+    return f"{who}: {text[:EXCERPT]!r}"

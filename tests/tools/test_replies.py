@@ -1,0 +1,358 @@
+"""Recorded replies: what a key is, how a replay draws, several processes, damage, a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from openai_server import openai_server, said
+from scripted import ANSWER, call, echoing, play
+
+from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.agent.limits import UserLimits
+from nanorchestra.errors import UserError
+from nanorchestra.records import Preference, Price, Task, ToolCall, Trajectory
+from nanorchestra.tools import replies as replies_module
+from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
+from nanorchestra.tools.replies import ReplyStore, RequestCounts, in_attempt, store_of
+from nanorchestra.tools.search import WebSearch
+from nanorchestra.tools.spending import Spending
+from tools import PythonTool
+
+ROOT = Path(__file__).parents[2]
+KEY = "sk-secret-of-a-user"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server whose replies are all different."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    numbers = itertools.count()
+    with openai_server() as served:
+        served.answer = lambda body: said(f"{body['messages'][-1]['content']} {next(numbers)}")
+        yield served
+
+
+def spending(word):
+    return Spending(replies=store_of(word, "--experts"))
+
+
+def expert(server, money, **settings):
+    host = Endpoint(server.url, "OPENAI_API_KEY", timeout_s=20.0)
+    settings = {"model": "big", "price": Price(1.0, 2.0), "max_tokens": 100} | settings
+    return Expert("expert", host, settings.pop("model"), settings.pop("price"), money, **settings)
+
+
+def ask(seed, text, *experts):
+    """The replies of one attempt's calls, in order."""
+    with in_attempt(seed):
+        return [each.ask(text, "expert") for each in experts]
+
+
+@pytest.fixture
+def any_order(monkeypatch):
+    """Threads come to the store in any order, as on a busy machine."""
+    number = RequestCounts.next
+
+    def late(counts, key):
+        time.sleep(random.random() * 0.02)
+        return number(counts, key)
+
+    monkeypatch.setattr(RequestCounts, "next", late)
+
+
+def test_a_replay_is_the_recording_and_nothing_is_paid_for_it(server, tmp_path):
+    word, money = f"record:{tmp_path / 'kept'}", spending(f"record:{tmp_path / 'kept'}")
+    big = expert(server, money)
+    recorded = {seed: ask(seed, "hi", big, big, big) for seed in (1, 2, 3)}
+    said_texts = [result.content for results in recorded.values() for result in results]
+    assert len(set(said_texts)) == 9, "sampling stays sampling"
+    assert money.spent == pytest.approx(9 * 20e-6) and set(money.bill) == {"expert"}
+    again = spending(word)
+    assert ask(2, "hi", expert(server, again), expert(server, again)) == recorded[2][:2]
+    assert again.spent == 0 and len(server.bodies) == 9, "a recording that goes on pays once"
+    server.http.shutdown()
+    server.http.server_close()
+    replay = spending(f"replay:{tmp_path / 'kept'}")
+    replay.bound(0.0)  # US dollars
+    for seed in (3, 1, 2):
+        dead = expert(server, replay)
+        assert ask(seed, "hi", dead, dead, dead) == recorded[seed]
+    assert replay.spent == 0 and not replay.refused and not replay.broken
+    kept = [file.read_text() for file in (tmp_path / "kept").glob("*/*/*")]
+    assert len(kept) == 10 and KEY not in "".join(kept) and "Authorization" not in "".join(kept)
+
+
+def test_a_seed_that_was_not_recorded_draws_among_the_replies(server, tmp_path):
+    big = expert(server, spending(f"record:{tmp_path}"))
+    kept = {ask(seed, "hi", big)[0].content for seed in range(4)}
+    dead = expert(server, spending(f"replay:{tmp_path}"))
+    drawn = {seed: [each.content for each in ask(seed, "hi", *[dead] * 4)] for seed in range(9, 40)}
+    assert all(set(texts) == kept for texts in drawn.values()), "each once, before one comes again"
+    assert len({texts[0] for texts in drawn.values()}) == 4
+    assert len(server.bodies) == 4
+    assert {seed: [e.content for e in ask(seed, "hi", *[dead] * 4)] for seed in drawn} == drawn
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "other"},
+        {"temperature": 0.5},
+        {"max_tokens": 99},
+        {"reasoning": True},
+        {"reasoning_effort": "high"},
+        {"text": "ho"},
+        {"endpoint": "http://127.0.0.1:9/v1"},
+    ],
+)
+def test_what_matters_is_in_the_key_and_a_miss_names_the_request(server, tmp_path, change):
+    ask(1, "hi", expert(server, spending(f"record:{tmp_path}")))
+    money = spending(f"replay:{tmp_path}")
+    text = change.pop("text", "hi")
+    other = expert(server, money, **{k: v for k, v in change.items() if k != "endpoint"})
+    if "endpoint" in change:
+        other = replace(other, endpoint=Endpoint(change["endpoint"], "OPENAI_API_KEY"))
+    (result,) = ask(1, text, other)
+    assert result.infrastructure and result.cost_usd == 0 and len(server.bodies) == 1
+    assert money.broken.startswith(f"replay: no reply is recorded to {other.model} at http://")
+    assert f"{text!r}" in money.broken and str(tmp_path) in money.broken
+    assert "\n" not in money.broken and KEY not in money.broken
+    # What it costs, how long it may take and what the policy calls it are not.
+    same = expert(server, spending(f"replay:{tmp_path}"), price=Price(9, 9), note="n")
+    (known,) = ask(1, "hi", replace(same, endpoint=replace(same.endpoint, timeout_s=1.0)))
+    assert known.content == "hi 0" and known.cost_usd == Price(9, 9).cost(10, 5)
+
+
+def test_equal_calls_of_one_turn_have_replies_of_their_own_whatever_comes_first(
+    server, tmp_path, any_order
+):
+    """They run side by side, and the first of them may answer last."""
+
+    def turn(money, calls=4):
+        tool = ExpertTool("expert", "d", {"expert": expert(server, money)})
+        env = echoing(tool)
+        limits = UserLimits(env, Trajectory("t", 5), Price(0, 0))
+
+        async def attempt():
+            with in_attempt(5):
+                first = await limits.execute([ToolCall("expert", {"task": "a"})] * calls, calls)
+                return [*first, *await limits.execute([ToolCall("expert", {"task": "a"})], 1)]
+
+        return asyncio.run(attempt())
+
+    numbers = itertools.count()
+
+    def answer(body):
+        number = next(numbers)
+        time.sleep(0.05 * (number % 3))
+        return said(str(number))
+
+    server.answer = answer
+    recorded = turn(spending(f"record:{tmp_path}"))
+    assert len({result.content for result in recorded}) == 5
+    for _ in range(3):
+        assert turn(spending(f"replay:{tmp_path}")) == recorded
+
+
+def test_a_failure_is_replayed_and_a_recording_asks_again(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanorchestra.tools.http.time.sleep", lambda seconds: None)
+    for status, infrastructure in ((500, True), (400, False)):
+        word = f"{tmp_path / str(status)}"
+        server.status = status
+        (failed,) = ask(1, "hi", expert(server, spending(f"record:{word}")))
+        assert failed.error and failed.infrastructure is infrastructure
+        server.status = 200
+        asked = len(server.bodies)
+        assert ask(1, "hi", expert(server, spending(f"replay:{word}"))) == [failed]
+        assert len(server.bodies) == asked
+        (again,) = ask(1, "hi", expert(server, spending(f"record:{word}")))
+        assert again.error is not infrastructure, "a bad request stays one"
+        assert ask(1, "hi", expert(server, spending(f"replay:{word}"))) == [again]
+
+
+def test_a_whole_attempt_is_replayed_with_its_user_limits_and_tools(
+    server, tmp_path, nano_tokenizer, sandbox, any_order
+):
+    def attempts(money):
+        tools = [
+            ExpertTool("expert", "d", {"expert": expert(server, money)}),
+            PythonTool("python", "d", sandbox, usd_per_second=0.01, spending=money),
+        ]
+        code = call("import time; print(time.time())", "python").replace('"text"', '"code"')
+        asks = call("what?", "expert").replace('"text"', '"task"')
+        wants = Preference("be cheap", cost=1.0, usd=0.5, seconds=60.0)
+        envs = [ToolEnvironment(Task("t", "?", wants), tools, lambda _: 1.0) for _ in range(3)]
+        trajectories, _ = play(nano_tokenizer, *[[asks, asks, code, code, ANSWER]] * 3, envs=envs)
+        return trajectories
+
+    recorded = attempts(spending(f"record:{tmp_path}"))
+    assert [t.status for t in recorded] == ["answered"] * 3
+    printed = [t.turns[place].results[0].content for t in recorded for place in (0, 1, 2, 3)]
+    assert len(set(printed)) == 12
+    assert len({t.latency_s for t in recorded}) == 3
+    replayed = attempts(spending(f"replay:{tmp_path}"))
+    assert replayed == recorded and len(server.bodies) == 6
+
+
+def test_a_file_that_is_damaged_is_named(server, tmp_path):
+    ask(1, "hi", expert(server, spending(f"record:{tmp_path}")))
+    (file,) = tmp_path.glob("*/*/1-0.json")
+    whole = file.read_text()
+    row = json.loads(whole)
+    no_number = json.dumps(row | {"seconds": float("nan")})
+    for text in (whole[:-9], "", "{}", whole.replace("hi 0", "hi 1"), no_number, "[" * 9999):
+        file.write_text(text)
+        for kind in ("record", "replay"):
+            money = spending(f"{kind}:{tmp_path}")
+            (result,) = ask(1, "hi", expert(server, money))
+            assert result.infrastructure and len(server.bodies) == 1
+            assert str(file) in money.broken and "delete it" in money.broken
+            assert "\n" not in money.broken
+    file.unlink()
+    ask(1, "hi", expert(server, spending(f"record:{tmp_path}")))
+    assert len(server.bodies) == 2
+
+
+def test_a_wrong_word_or_directory_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    for word, says in (
+        ("reel", "is 'reel'; it must be simulated, real, record:DIR or replay:DIR"),
+        ("record:", "must be simulated"),
+        ("replay", "must be simulated"),
+        (f"replay:{tmp_path}", "holds no recorded replies"),
+        (f"replay:{tmp_path}/none", "holds no recorded replies"),
+        (f"record:{tmp_path}/file", "no directory that can be made"),
+        ("replay:a\0b", "holds no recorded replies"),
+        ("record:a\0b", "no directory that can be made"),
+    ):
+        with pytest.raises(UserError, match=f"task.experts.*{says}"):
+            store_of(word, "task.experts")
+
+
+def test_web_search_is_recorded_beside_its_own_cache(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("TAVILY_API_KEY", KEY)
+    server.answer = lambda body: {"results": [{"url": "http://a", "raw_content": "p" * 200}]}
+
+    def web(word, **settings):
+        return WebSearch("web", "", base_url=server.url, spending=spending(word), **settings)
+
+    cache, asked = str(tmp_path / "cache"), []
+    results = [web("real", cache=cache).call({"query": "q"})]
+    for seed in (1, 2):  # all attempts have the same page, as nothing is sampled
+        with in_attempt(seed):
+            recorder = web(f"record:{tmp_path / 'kept'}", cache=cache)
+            results.append(recorder.call({"query": "q"}))
+            assert recorder.spending.spent == 0, "the cache has it"
+    asked = len(server.bodies)
+    assert asked == 2
+    monkeypatch.delenv("TAVILY_API_KEY")
+    results.append(web(f"replay:{tmp_path / 'kept'}").call({"query": "q"}))
+    assert results == results[:1] * 4 and len(server.bodies) == asked
+    missing = web(f"replay:{tmp_path / 'kept'}")
+    assert missing.call({"query": "z"}).infrastructure
+    assert "/search: 'z'" in missing.spending.broken
+
+
+RECORDER = """
+import sys
+from nanorchestra.records import Price
+from nanorchestra.tools.models import Endpoint, Expert
+from nanorchestra.tools.replies import in_attempt, store_of
+from nanorchestra.tools.spending import Spending
+url, word, first, last = sys.argv[1:]
+money = Spending(replies=store_of(word, "--experts"))
+expert = Expert("expert", Endpoint(url), "big", Price(1, 2), money)
+for seed in range(int(first), int(last)):
+    with in_attempt(seed):
+        print(seed, expert.ask("hi", "expert").content, expert.ask("hi", "expert").content)
+        sys.stdout.flush()
+"""
+
+
+def recorder(server, directory, first, last):
+    """A process that asks twice in each of some attempts."""
+    command = [sys.executable, "-c", RECORDER, server.url, f"record:{directory}"]
+    command += [str(first), str(last)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_that_record_at_once_agree_and_a_killed_one_leaves_nothing_half(server, tmp_path):
+    """Two write the same replies, and one is killed in the middle of its work."""
+    victim = recorder(server, tmp_path, 100, 10**6)
+    both = [recorder(server, tmp_path, 0, 40) for _ in range(2)]
+    texts = [process.communicate(timeout=60)[0] for process in both]
+    assert texts[0] == texts[1] and texts[0].count("\n") == 40
+    os.kill(victim.pid, signal.SIGKILL)
+    lines = victim.communicate(timeout=60)[0].splitlines()
+    assert len(lines) > 5
+    dead = expert(server, spending(f"replay:{tmp_path}"), max_tokens=4096)
+    asked = len(server.bodies)
+    for line in (*texts[0].splitlines(), *lines[:-1]):
+        seed, *said_words = line.split()
+        answers = [result.content for result in ask(int(seed), "hi", dead, dead)]
+        assert " ".join(answers) == " ".join(said_words)
+    assert not dead.spending.broken and len(server.bodies) == asked
+
+
+def test_a_kill_between_any_two_writes_leaves_a_store_that_replays_or_asks(
+    server, tmp_path, monkeypatch
+):
+    """Each write to the store raises in turn, as if the process ended there."""
+    for last in range(1, 5):
+        directory, made = tmp_path / str(last), itertools.count(1)
+
+        def stopped(original, last=last, made=made):
+            def write(*arguments):
+                if next(made) == last:
+                    raise KeyboardInterrupt
+                return original(*arguments)
+
+            return write
+
+        with monkeypatch.context() as patch:
+            for name in ("link", "fsync"):
+                patch.setattr(f"nanorchestra.files.os.{name}", stopped(getattr(os, name)))
+            with pytest.raises(KeyboardInterrupt):
+                ask(1, "hi", expert(server, spending(f"record:{directory}")))
+        asked = len(server.bodies)
+        (result,) = ask(1, "hi", expert(server, spending(f"record:{directory}")))
+        assert not result.error and len(server.bodies) - asked in (0, 1)
+        assert ask(1, "hi", expert(server, spending(f"replay:{directory}"))) == [result]
+
+
+def test_threads_that_ask_the_same_at_once_pay_once(server, tmp_path):
+    server.answer = lambda body: time.sleep(0.1) or said("42")
+    money = spending(f"record:{tmp_path}")
+    threads = [threading.Thread(target=ask, args=(3, "hi", expert(server, money))) for _ in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(server.bodies) == 1 and money.spent == pytest.approx(20e-6)
+    assert not money.replies._asking
+    assert isinstance(money.replies, ReplyStore) and replies_module.REQUESTS.get() is None
+
+
+def test_a_full_disk_is_the_infrastructures_fault_and_the_reply_is_billed(
+    server, tmp_path, monkeypatch
+):
+    def full(path, data):
+        raise UserError(f"{path}: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(replies_module, "write_new", full)
+    money = spending(f"record:{tmp_path}")
+    (result,) = ask(1, "hi", expert(server, money))
+    assert result.infrastructure and "No space left" in result.content
+    assert money.spent == pytest.approx(20e-6)
