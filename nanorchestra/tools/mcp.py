@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,7 +124,12 @@ def open_servers(path: str, entries: list[Json]) -> list[McpTool]:
         if key not in servers:
             servers[key] = McpServer(where=where, **own)
         chosen.append((servers[key], where, others))
-    return [tool for server, where, others in chosen for tool in _offered(server, where, **others)]
+    try:
+        return [tool for args in chosen for tool in _offered(*args[:2], **args[2])]
+    except UserError:
+        for server in servers.values():
+            server.end()
+        raise
 
 
 def _offered(server, where, only=None, **settings) -> list[McpTool]:
@@ -246,10 +251,10 @@ class McpServer:
             if not secret(variable):
                 _tell(f"{self.name} needs {variable}, which is not set")
         self.secrets = [os.environ.get(variable, "") for variable in variables]
-        self.connection: Connection | None = None
+        self.connection: McpConnection | None = None
         self.failures, self.not_before = 0, 0.0  # of starts in a row; when the next may be
         self.lock = asyncio.Lock()
-        asyncio.run_coroutine_threadsafe(self._begin(), _loop())
+        self.begun = asyncio.run_coroutine_threadsafe(self._connected(), _loop())
 
     @property
     def header_variables(self) -> dict[str, str]:
@@ -257,16 +262,20 @@ class McpServer:
         return {name: value.removeprefix("$") for name, value in self.headers.items()}
 
     def listed(self) -> dict[str, types.Tool]:
-        """Returns the tools that the server lists, by name. ServerFailure."""
-        return self._wait(self._list(), START_S)
+        """Returns the tools that the server lists at its first start, by name. ServerFailure."""
+        return self._wait(self.begun, START_S).listed
+
+    def end(self) -> None:
+        """Ends the server's process, or the connection to its address."""
+        _loop().call_soon_threadsafe(lambda: self.connection and self.connection.end("ended"))
 
     def call(self, tool: McpTool, arguments: Json) -> tuple[str, bool]:
         """Returns the text of a call's result, and whether it is an error. ServerFailure."""
-        return self._wait(self._call(tool, arguments), START_S + tool.timeout_s + PROBE_S)
+        asked = asyncio.run_coroutine_threadsafe(self._call(tool, arguments), _loop())
+        return self._wait(asked, START_S + tool.timeout_s + PROBE_S)
 
-    def _wait(self, work: Coroutine, seconds: float) -> Any:
-        """Returns what a coroutine returns on the servers' event loop."""
-        future = asyncio.run_coroutine_threadsafe(work, _loop())
+    def _wait(self, future: Future, seconds: float) -> Any:
+        """Returns the result of what runs on the servers' event loop. ServerFailure."""
         try:
             return future.result(seconds + 5 * STOP_S)
         except TimeoutError:
@@ -276,15 +285,7 @@ class McpServer:
             text = masked(" ".join(str(failure).split()), self.secrets, SECRET_CHARS)
             raise ServerFailure(text[:MOST_CHARS]) from None
 
-    async def _begin(self) -> None:
-        """Starts the server; its first user sees why it failed."""
-        with suppress(ServerFailure):
-            await self._connected()
-
-    async def _list(self) -> dict[str, types.Tool]:
-        return (await self._connected()).listed
-
-    async def _connected(self) -> "Connection":
+    async def _connected(self) -> "McpConnection":
         """Returns a connection, a new one if the last has ended. ServerFailure."""
         async with self.lock:
             connection = self.connection
@@ -295,7 +296,7 @@ class McpServer:
             left = self.not_before - time.monotonic()
             if left > 0:
                 raise ServerFailure(f"{connection.problem}; it is started again in {left:.0f} s")
-            self.connection = connection = Connection(self)
+            self.connection = connection = McpConnection(self)
             await asyncio.wait(
                 {connection.task, connection.ready}, return_when=asyncio.FIRST_COMPLETED
             )
@@ -346,7 +347,7 @@ class McpServer:
         return f"Error: {text}" if result.is_error else text, result.is_error
 
 
-class Connection:
+class McpConnection:
     """One life of a server, on the servers' event loop: `task` ends with it.
 
     `ready` is settled once `listed` has its tools. `problem` says why it ended.
@@ -398,7 +399,12 @@ class Connection:
         try:
             with anyio.fail_after(START_S) as limit:
                 async with Client(transport, cache=None) as client:
-                    self.client, self.listed = client, await _listing(client)
+                    self.client = client
+                    try:
+                        self.listed = await _listing(client)
+                    except ServerFailure as failure:  # before the end of the process has a say
+                        self.problem = str(failure)
+                        raise
                     limit.deadline = float("inf")
                     self.ready.set_result(None)
                     await self.closing.wait()
@@ -512,7 +518,7 @@ class Connection:
 class BoundedTransport(httpx2.AsyncHTTPTransport):
     """HTTP whose replies have MOST_BYTES at most; `connection.status` is that of the last error."""
 
-    def __init__(self, connection: Connection, **settings: Any):
+    def __init__(self, connection: McpConnection, **settings: Any):
         super().__init__(**settings)
         self.connection = connection
 

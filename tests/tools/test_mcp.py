@@ -84,7 +84,7 @@ def load(tmp_path, monkeypatch):
 
     yield run
     for tool in made:
-        served._loop().call_soon_threadsafe(tool.server.connection.end, "the test is over")
+        tool.server.end()
     end = time.monotonic() + 10
     while served.PROCESSES and time.monotonic() < end:
         time.sleep(0.01)
@@ -170,7 +170,7 @@ def test_a_schema_that_is_not_served_is_left_out_or_refused(load, capsys):
         ("", {"command": ["sleep", "100"]}, "not ready within 2 s"),
         ("", {"command": None, "url": "http://127.0.0.1:9/mcp"}, "attempts failed"),
         ("", {"command": None}, "either a command or a url"),
-        ("", {"headers": {"A": "$B"}}, "headers and key_variable are for a server with a command"),
+        ("", {"headers": {"A": "$B"}}, "headers and key_variable are for a server with a url"),
         ("", {"env": ["sk-secret"]}, "must be the name of an environment variable"),
         ("", {"description": "d"}, "'description' was unexpected"),
     ],
@@ -192,7 +192,7 @@ def test_many_tools_are_served_where_only_chooses(load):
 def test_no_process_is_left(load):
     (tool,) = load()
     (pid,) = served.PROCESSES
-    served._loop().call_soon_threadsafe(tool.server.connection.end, "")
+    tool.server.end()
     end = time.monotonic() + 10
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
         time.sleep(0.01)
