@@ -37,7 +37,7 @@ from typing import Any
 
 from nanorchestra.agent.environment import Tool
 from nanorchestra.agent.nested import Orchestrator
-from nanorchestra.errors import ArgumentParser, command, require
+from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, check, schema_fault
@@ -224,7 +224,8 @@ class Catalogue:
 
     def tools(self, entries: list[Json], given: Sequence[Tool] = ()) -> list[Tool]:
         """Returns the tools on offer, without those that only help a role."""
-        made = [self._make(**entry) for entry in entries]
+        made = [self._make(**entry) for entry in entries if entry["kind"] != "mcp"]
+        made += self._served([entry for entry in entries if entry["kind"] == "mcp"])
         made += [replace(each, spending=self.spending) for each in given]
         roles = [tool for tool in made if isinstance(tool, RoleTool)]
         helping = []
@@ -266,6 +267,18 @@ class Catalogue:
             expert = self._expert(settings.pop("expert"), where, name)
             return ExpertTool(experts={name: expert}, **settings)
         return self._role(where, settings) if kind == "role" else Orchestrator(**settings)
+
+    def _served(self, entries) -> list[Tool]:
+        """Returns the tools of MCP servers."""
+        if not entries:
+            return []
+        try:
+            from nanorchestra.tools.mcp import open_servers  # brings mcp, a second to import
+        except ModuleNotFoundError as error:
+            where = f"{self.path}: {entries[0]['name']}"
+            needs = "a tool of the kind mcp needs the package mcp: pip install mcp==2.3.0"
+            raise UserError(f"{where}: {needs} ({error})") from None
+        return open_servers(self.path, entries)
 
     def _role(self, where, entry) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""

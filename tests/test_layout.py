@@ -35,7 +35,8 @@ BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
 
 OPTIONAL = {"flash_attn", "gguf", "httpx", "huggingface_hub", "tau2"}
-LAZY = {"nanorchestra.model.template"}  # it brings jinja2, which few models need
+# They bring jinja2, which few models need, and mcp, which a catalogue with MCP servers needs.
+LAZY = {"nanorchestra.model.template", "nanorchestra.tools.mcp"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
 TORCH_FREE = (
     "engine.scheduler",

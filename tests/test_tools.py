@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -556,7 +557,25 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
         assert "\n" not in str(refused.value) and "-123" not in str(refused.value)
 
 
-def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox):
+STAND_IN = f"""#!{sys.executable}
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("stands in for mcp-server-time, which the tests do not install")
+
+
+@server.tool()
+def get_current_time(timezone: str) -> str:
+    return timezone
+
+
+server.run()
+"""
+
+
+def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "mcp-server-time").write_text(STAND_IN)
+    (tmp_path / "mcp-server-time").chmod(0o755)
     page = (Path(__file__).parents[1] / "docs/tools.md").read_text()
     blocks = re.findall(r"```(toml|python)\n(.*?)```", page, re.DOTALL)
     names = []
@@ -569,7 +588,8 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox):
             assert answer.experts["answer-1"].model == "the-successor"
             continue
         names += [tool.name for tool in load_tools(file, sandbox)]
-    assert names == ["python", "coder", "mini", "convert", "handbook", "answer"]
+    time_now = "time_get_current_time"
+    assert names == ["python", "coder", "mini", "convert", "handbook", time_now, "answer"]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def post(
         if error.wait is None or late or attempt == ATTEMPTS - 1:
             break
         time.sleep(wait)
-    problem = " ".join(_masked(str(error), secrets).split())
+    problem = " ".join(masked(str(error), secrets).split())
     if key_variable and not key and "HTTP 401" in problem:
         problem = f"the environment variable {key_variable} is not set; {problem}"
     error.args = (problem[:MOST_CHARS],)
@@ -234,7 +234,7 @@ def _connection(url, timeout_s) -> HTTPConnection:
         return HTTPConnection(parts.hostname, parts.port, timeout=timeout_s)
     proxy = getproxies().get("https", "")
     if not proxy or proxy_bypass(parts.hostname):
-        context = _trusted()
+        context = trusted()
         return HTTPSConnection(parts.hostname, parts.port, timeout=timeout_s, context=context)
     via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     if via.scheme != "http" or not via.hostname:
@@ -243,13 +243,13 @@ def _connection(url, timeout_s) -> HTTPConnection:
     if via.username:
         login = f"{unquote(via.username)}:{unquote(via.password or '')}".encode()
         headers["Proxy-Authorization"] = f"Basic {base64.b64encode(login).decode()}"
-    tunnel = HTTPSConnection(via.hostname, via.port or 80, timeout=timeout_s, context=_trusted())
+    tunnel = HTTPSConnection(via.hostname, via.port or 80, timeout=timeout_s, context=trusted())
     tunnel.set_tunnel(parts.hostname, parts.port or 443, headers)
     return tunnel
 
 
 @cache
-def _trusted() -> ssl.SSLContext:
+def trusted() -> ssl.SSLContext:
     """Returns what checks a server: the system's authorities (SSL_CERT_FILE) and certifi's."""
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
@@ -266,7 +266,7 @@ def _seconds(retry_after: str) -> float:
     return 0.0
 
 
-def _masked(text, secrets, least=1) -> str:
+def masked(text, secrets, least=1) -> str:
     """Returns a text without the values of headers, however JSON or an address writes them.
 
     Values of fewer characters than `least` stay.
@@ -304,7 +304,7 @@ def _without(value, secrets) -> Any:
         return {_without(name, secrets): _without(inner, secrets) for name, inner in value.items()}
     if isinstance(value, list):
         return [_without(inner, secrets) for inner in value]
-    return _masked(value, secrets, SECRET_CHARS) if isinstance(value, str) else value
+    return masked(value, secrets, SECRET_CHARS) if isinstance(value, str) else value
 
 
 def _read(text, schema, secrets) -> Json:
