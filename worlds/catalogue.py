@@ -70,18 +70,29 @@ def reached(never: Sequence[str], tools: Sequence[Tool]) -> list[str]:
 # --- what is on offer
 
 
-def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Tool]:
+def draw(
+    tools: Sequence[Tool],
+    rng: random.Random,
+    varied: bool,
+    called: Sequence[str] = (),
+    most_tools: int = 0,
+) -> list[Tool]:
     """Returns what a task offers: the catalogue as it is, or `varied` as in the paper.
 
     A varied task has a random subset of the tools, or all if no expert is among it, and of a
     published role some of its experts, in any order behind its aliases. Other experts have aliases
-    of their own. Prices follow a schedule.
+    of their own. Prices follow a schedule. Tools in `called` are always on offer, others until
+    there are `most_tools` (0: no limit).
     """
     if not varied:
         return [_offer(tool, _as_listed(tool), None, DESCRIPTIONS[0]) for tool in tools]
     chosen = [tool for tool in tools if isinstance(tool, RoleTool) or rng.random() < OFFERED]
     if not any(experts_of(tool) for tool in chosen):
         chosen = list(tools)
+    if called:
+        needed = [tool for tool in tools if tool.name in called]
+        others = [tool for tool in chosen if tool.name not in called]
+        chosen = needed + (others[: max(0, most_tools - len(needed))] if most_tools else others)
     rng.shuffle(chosen)
     schedule = rng.choice(SCHEDULES["train"])
     aliases = iter(draw_names(rng, len(chosen), TRAIN))

@@ -4,11 +4,13 @@ A training task offers a random subset of a catalogue's tools. Experts have alia
 change from task to task and stand in a description, as in the paper (arXiv 2511.21689). Held-out
 tasks offer the catalogue as it is. The user's preference comes with the row or from the config, by
 which it is the same, none, or drawn for each task. A task is a function of split, index and seed.
+Rows that state calls demonstrate them in a warm start.
 
 Experts are the endpoints of the catalogue, or simulations: these know the row's answer and give it
 with a probability that grows with the price of the model behind them.
 """
 
+import asyncio
 import hashlib
 import random
 import re
@@ -19,14 +21,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
+from nanorchestra.agent.lessons import Lesson
 from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.agent.world import Split
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
-from nanorchestra.records import Bounds, Preference, Task, words_and_vector
-from nanorchestra.schemas import SHAPES, Json, check, whole_characters
-from nanorchestra.tools.allowance import all_ban_names
+from nanorchestra.records import Bounds, Preference, Task, ToolCall, words_and_vector
+from nanorchestra.schemas import SHAPES, Json, argument_error, check, whole_characters
+from nanorchestra.tools.allowance import Allowance, all_ban_names
 from nanorchestra.tools.models import ExpertTool
 from worlds import catalogue, preferences
 from worlds.judge import grade
@@ -53,7 +56,8 @@ READ = 1500  # tokens that an expert reads in a usual call, for the bounds of a 
 class QuestionRow:
     """One question. `stated` is its preference as the row has it, a text and a vector.
 
-    `preference` is that in the names of the catalogue; None: the world's.
+    `preference` is that in the names of the catalogue; None: the world's. `calls` demonstrate the
+    way to the answer: a tool of the catalogue, its arguments, and a thought before them.
     """
 
     id: str
@@ -62,6 +66,7 @@ class QuestionRow:
     kind: str
     stated: tuple[str, Json] | None = None
     preference: Preference | None = None
+    calls: Sequence[Json] = ()
 
 
 class QuestionEnvironment(ToolEnvironment):
@@ -107,8 +112,12 @@ class QuestionWorld:
         if split == "all":
             split = HELD_OUT
         draw = {"seed": f"{self.seed}/{split}/{index}/{row.id}", "varied": split != HELD_OUT}
+        return self._task(row, rows, split, f"{row.id}/{split}-{index}", draw)
+
+    def _task(self, row, rows, split, name, draw) -> Task:
+        """Returns a task that asks a row; `draw`: a seed, and arguments of catalogue.draw."""
         rng = random.Random(draw["seed"])
-        tools = catalogue.draw(self.tools, rng, draw["varied"])
+        tools = self._offered(self.tools, draw, rng)
         preference = row.preference or self.preference
         if preference is None:
             names = [name for tool in tools for name in catalogue.experts_of(tool) or [tool.name]]
@@ -129,7 +138,7 @@ class QuestionWorld:
             "draw": draw,
         }
         return Task(
-            f"{row.id}/{split}-{index}",
+            name,
             row.question,
             preference,
             _bounds(tools),
@@ -144,10 +153,13 @@ class QuestionWorld:
         tools, draw = self.tools, task.data["draw"]
         if self.simulated:
             tools = [catalogue.simulated(tool, task, seed) for tool in tools]
-        offers = catalogue.draw(tools, random.Random(draw["seed"]), draw["varied"])
-        env = QuestionEnvironment(task, offers)
+        env = QuestionEnvironment(task, self._offered(tools, draw, random.Random(draw["seed"])))
         env.judge = self.judge
         return env
+
+    def _offered(self, tools, draw, rng) -> list[Tool]:
+        settings = {name: value for name, value in draw.items() if name != "seed"}
+        return catalogue.draw(tools, rng, **settings)
 
     def _renamed(self, preference: Preference, offers: Sequence[Tool]) -> Preference:
         """Returns a preference over the tools on offer, under their aliases, in the words too.
@@ -176,6 +188,42 @@ class QuestionWorld:
         return replace(preference, text=text, tools=tools, never=list(dict.fromkeys(never)))
 
 
+class TaughtQuestions(QuestionWorld):
+    """Questions of which some rows state calls, for a warm start."""
+
+    def lesson(self, index: int, most_tools: int = 0) -> tuple[QuestionEnvironment, list[Lesson]]:
+        """Returns an environment, and the calls of a row, made in it, then the row's answer.
+
+        The tools that it calls are on offer, others up to `most_tools` (0: no limit). The rows are
+        taken round and round. One whose answer stands in none of the results is passed over: it
+        would teach to guess, or to break a ban. UserError if there is no other.
+        """
+        rows = self._rows("train")
+        taught = [row for row in rows if row.calls]
+        for attempt in range(len(taught)):
+            row = taught[(index + attempt) % len(taught)]
+            name = f"{row.id}/lesson-{index}-{attempt}"
+            draw = {"seed": f"{self.seed}/{name}", "varied": True, "most_tools": most_tools}
+            draw["called"] = sorted({call["tool"] for call in row.calls})
+            env = self.environment(self._task(row, rows, "train", name, draw), index)
+            lessons = [self._made(call, env) for call in row.calls]
+            results = "\n".join(lesson.result.content for lesson in lessons)
+            if row.answer.casefold() in results.casefold():
+                return env, [*lessons, Lesson("", row.answer)]
+        raise UserError(
+            f"{self.name}: the calls of {len(taught)} rows lead to no result with the row's answer"
+        )
+
+    def _made(self, stated: Json, env: QuestionEnvironment) -> Lesson:
+        """Returns a call of a row, made in an environment under its alias there."""
+        (tool,) = (tool for tool in self.tools if tool.name == stated["tool"])
+        what = catalogue.row(tool)["what"]
+        alias = next(row["name"] for row in env.task.data["tools"] if row["what"] == what)
+        call = ToolCall(alias, stated.get("arguments", {}))
+        prepared = env.prepare(call, Allowance(preference=env.task.preference))
+        return Lesson(stated.get("thought", ""), call=call, result=asyncio.run(prepared.run()))
+
+
 def _bounds(tools) -> Bounds:
     """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
     experts = [expert for tool in tools for expert in catalogue.experts_of(tool).values()]
@@ -202,7 +250,10 @@ def load_world(
     splits = {"train": [], HELD_OUT: []}
     weighed = {*SHAPES["preference"]["properties"], *names}
     strangers = Counter()
+    by_name = {tool.name: tool for tool in tools}
     for row in load_rows(file):
+        for call in row.calls:
+            _check_call(call, by_name, f"{file}: question {row.id}: calls")
         if row.stated is not None:
             text, vector = row.stated
             strangers.update(vector.keys() - weighed)
@@ -220,7 +271,17 @@ def load_world(
     for split, rows in splits.items():
         random.Random(f"{seed}/{split}").shuffle(rows)
     simulated = settings.experts == "simulated"
-    return QuestionWorld(name, splits, tools, judge, seed, simulated, preference)
+    teaches = any(row.calls for row in splits["train"])
+    world = TaughtQuestions if teaches else QuestionWorld
+    return world(name, splits, tools, judge, seed, simulated, preference)
+
+
+def _check_call(call: Json, tools: dict[str, Tool], where: str) -> None:
+    """UserError unless a tool of the catalogue has a demonstrated call's name and arguments."""
+    right = f"it must be one of {', '.join(tools)}"
+    require(call["tool"] in tools, f"{where}: tool is {call['tool']!r}; {right}")
+    problem = argument_error(call.get("arguments", {}), tools[call["tool"]].parameters)
+    require(not problem, f"{where}: {call['tool']}: {problem}")
 
 
 def load_rows(file: Path) -> list[QuestionRow]:
@@ -256,4 +317,5 @@ def _row(value, file, number):
         answer=whole_characters(str(known["answer"])).strip(),
         kind=str(known.get("kind", file.stem)),
         stated=(text, vector) if vector or text else None,
+        calls=known.get("calls", ()),
     )

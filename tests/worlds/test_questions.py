@@ -9,6 +9,7 @@ import json
 import random
 import re
 import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -296,6 +297,45 @@ def of_a_run(root):
     held_out = json.loads((run / "summary.json").read_text())["held_out"]
     files = [run / "trajectories.jsonl", *sorted((run / "model").glob("*.safetensors"))]
     return {"steps": steps, "held_out": held_out} | {f.name: f.read_bytes() for f in files}
+
+
+def test_rows_that_state_calls_demonstrate_them_with_real_tools(world):
+    rows = [
+        row
+        | {"calls": [{"tool": "python", "arguments": {"code": f"print({row['question'][8]}*2)"}}]}
+        for row in ROWS[:9]
+    ]
+    rows += [row | {"calls": [{"tool": "middle", "thought": "ask"}]} for row in ROWS[10:30]]
+    taught = world(rows + ROWS[30:])
+    asked = Counter()
+    for index in range(40):
+        most = index % 3
+        env, lessons = taught.lesson(index, most)
+        assert not most or len(env.tools) <= most
+        *calls, last = lessons
+        assert last.content == str(env.task.data["answer"]) and last.result is None
+        (lesson,) = calls
+        what = env.task.offers[lesson.call.name]
+        asked[what] += 1
+        assert last.content in lesson.result.content and not lesson.result.error
+        assert lesson.thought == ("ask" if what == "middle" else "")
+        assert lesson.call.name not in env.task.preference.never
+        again, _ = taught.lesson(index, most)
+        assert again.task == env.task and again.tools == env.tools
+    assert min(asked["python"], asked["middle"]) > 5
+
+
+def test_rows_whose_calls_do_not_lead_to_the_answer_teach_nothing(world):
+    wrong = {"calls": [{"tool": "python", "arguments": {"code": "print('no')"}}]}
+    with pytest.raises(UserError, match="calls of .* rows lead to no result"):
+        world([row | wrong for row in ROWS]).lesson(0)
+    for calls, problem in (
+        ([{"tool": "perl"}], "tool is 'perl'; it must be one of python, strong, middle, quick"),
+        ([{"tool": "python", "arguments": {"code": 3}}], "calls: python: code"),
+        ([{"tool": "python"}], "calls: python: "),
+    ):
+        with pytest.raises(UserError, match=problem):
+            world([*ROWS, {"question": "Which?", "answer": "x", "calls": calls}])
 
 
 @pytest.mark.slow
