@@ -91,13 +91,14 @@ from nanorchestra.training.samples import (
     gave_answer,
     mean_staleness,
     record_logprobs,
+    rewritten_share,
 )
 from nanorchestra.training.trainer import StepMetrics, Trainer, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
 from worlds import metrics
 from worlds.api_bill import api_bill
-from worlds.load import open_world
+from worlds.load import agent_of, open_world
 from worlds.routers import routers_of
 
 
@@ -119,6 +120,13 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     engine = build_engine(config, model, tokenizer, ranks, dtype)
     player = build_rollout(config, engine, PRICES[POLICY], rollout.temperature)
     held_out_player = build_rollout(config, engine, PRICES[POLICY], config.evaluation.temperature)
+    if agent := agent_of(config.task):  # any program, in place of our loop: docs/agents.md
+        from nanorchestra.serving.agents import played_by
+
+        player, held_out_player = (
+            played_by(agent, each, config.task.agent_timeout_s)
+            for each in (player, held_out_player)
+        )
     objective = objective_of(grpo)
     # Ranks wait for the slowest rollout, which may take hours where tools are slow.
     rollout_ranks = ranks.new_group(rollout_timeout_s(config))
@@ -256,6 +264,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             "filtered": {why: count / len(attempts.tasks) for why, count in left_out.items()},
             "retried": attempts.repeated,
             "staleness": mean_staleness(trained, version_before),
+            "rewritten": rewritten_share(attempts.trajectories),
             "bill_usd": bill.total(ranks),
         }
         update = merge_updates(updates)

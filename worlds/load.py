@@ -13,7 +13,7 @@ from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from tools import load_tools
-from worlds import questions
+from worlds import agent_tasks, questions
 from worlds.miniature.world import Miniature
 from worlds.mixture import Mixture
 from worlds.toolscale import dataset
@@ -35,12 +35,24 @@ def open_world(
     """
     spending = spending or Spending()
     spending.replies = store_of(settings.experts, "task.experts") or spending.replies
+    if settings.world.startswith(agent_tasks.PREFIX):
+        return agent_tasks.AgentTasks(settings.world, seed)
     shares = parse_mixture(settings.world)
     worlds = {name: _open(name, settings, seed, sandbox, spending) for name in shares}
     if len(worlds) == 1:
         (world,) = worlds.values()
         return world
     return Mixture(settings.world, worlds, shares, seed)
+
+
+def agent_of(settings: TaskSection) -> str:
+    """Returns the agent that plays the attempts, "" for our own loop. UserError for two of them."""
+    own = ""
+    if settings.world.startswith(agent_tasks.PREFIX):
+        own = settings.world.removeprefix(agent_tasks.PREFIX).strip()
+        require(own, f"task.world is {settings.world!r}; it must be agent:COMMAND")
+        require(not settings.agent, "task.agent: task.world names an agent already")
+    return own or settings.agent
 
 
 def parse_mixture(text: str) -> dict[str, float]:
@@ -74,9 +86,9 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     require(
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {Miniature.name}, {DOMAINS}, "
-        f"{DOMAINS}:NAME+NAME, {questions.PREFIX}FILE, a directory of data_gen.py or tau2-bench, "
-        "a .jsonl file of tau2 tasks or ToolScale rows, or a .py file with an environment of your "
-        "own",
+        f"{DOMAINS}:NAME+NAME, {questions.PREFIX}FILE, {agent_tasks.PREFIX}COMMAND, a directory of "
+        "data_gen.py or tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, or a .py file "
+        "with an environment of your own",
     )
     if name.endswith(".py"):
         return load_user_world(name, seed)

@@ -118,8 +118,12 @@ class Attempt:
                 t.cost_usd += self.user_limits.own_usd()
             t.well_formed = t.well_formed and t.status == "answered" and bool(t.answer)
             if t.status == "answered":
-                await in_thread(score_answer, self.env, t)
+                await self._score()
         return t
+
+    async def _score(self) -> None:
+        """Fills in the outcome of the answer; may wait for a judge."""
+        await in_thread(score_answer, self.env, self.trajectory)
 
     async def _play(self) -> str:
         """Plays turns until the attempt ends; returns its status."""
@@ -196,13 +200,17 @@ class Attempt:
 
     async def _sample(self, number: int, max_tokens: int) -> Completion:
         """Samples turn `number` of the attempt."""
-        seed = self.seed
-        if self.notes:  # noise is a function of (seed, position), and these prompts begin alike
-            seed = (seed + number * SEED_STEP) % 2**63
+        seed = self._seed(number)
         thinks = chat.opens_thinking(self.tokenizer, self.trajectory.ids)
         self.stream = TurnStream(self.tokenizer, calls=self.tokenizer.markers, thinks=thinks)
         params = self.rollout.params(seed, max_tokens)
         return await self.conversation.sample(params, self._on_token if self.on_event else None)
+
+    def _seed(self, number: int) -> int:
+        """Returns the seed of turn `number`."""
+        if self.notes:  # noise is a function of (seed, position), and these prompts begin alike
+            return (self.seed + number * SEED_STEP) % 2**63
+        return self.seed
 
     def _on_token(self, token: int, logprob: float):
         self._emit("text", self.stream.feed(token))
@@ -327,6 +335,7 @@ class Rollout:
     survives_failures: bool = False
     lockstep: bool = True
     rebuild: bool = False
+    breaths = 1
     on_done: Callable[[Trajectory], Any] | None = None
 
     def run(
@@ -338,16 +347,20 @@ class Rollout:
         """Returns the trajectory of one attempt at each environment, in the same order."""
         return asyncio.run(self._run(environments, seeds, on_event))
 
+    def attempt(self, index: int, env: Environment, seed: int, on_event: OnEvent | None) -> Attempt:
+        """Returns the attempt in an environment, which is number `index` of those that run."""
+        return Attempt(self, index, env, seed, on_event)
+
     def open(self, attempt: Attempt, start: Environment | Notes, prompt: list[int]) -> Conversation:
         """Opens a conversation of an attempt; `prompt` are the ids of `start`'s messages."""
         session = self.engine.session(prompt)
         return EngineConversation(self._pump, attempt.index, session, self.price)
 
     async def _run(self, environments, seeds, on_event) -> list[Trajectory]:
-        self._pump = Pump(self.engine, self.lockstep)
+        self._pump = Pump(self.engine, self.lockstep, self.breaths)
         attempts = []
         for index, (env, seed) in enumerate(zip(environments, seeds, strict=True)):
-            attempts.append(Attempt(self, index, env, seed, on_event))
+            attempts.append(self.attempt(index, env, seed, on_event))
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._finish(attempt)) for attempt in attempts]
@@ -379,12 +392,14 @@ class PendingTurn:
 class Pump:
     """Steps the engine for the turns of all attempts.
 
-    A turn is in `_ready` until it is submitted, then in `_sampling` until it is finished.
+    A turn is in `_ready` until it is submitted, then in `_sampling` until it is finished. Between
+    two steps the event loop turns `breaths` times.
     """
 
-    def __init__(self, engine: Any, lockstep: bool):
+    def __init__(self, engine: Any, lockstep: bool, breaths: int = 1):
         self.engine = engine
         self.lockstep = lockstep
+        self.breaths = breaths
         self._ready: list[PendingTurn] = []
         self._sampling: dict[int, PendingTurn] = {}  # by the engine's request id
         self._changed = asyncio.Event()  # a turn is ready, or an attempt is done
@@ -408,7 +423,8 @@ class Pump:
                 await self._changed.wait()
             else:
                 self._step()
-            await asyncio.sleep(0)  # each attempt that was woken runs on to its next wait
+            for _ in range(self.breaths):
+                await asyncio.sleep(0)  # each attempt that was woken runs on to its next wait
 
     def _step(self):
         """Submits the turns that are ready, takes one step, settles those that it finished."""

@@ -76,7 +76,11 @@ def encode_reply(tokenizer: Tokenizer, role: str, contents: Sequence[str]) -> li
 
     They are the results of its calls (role "tool"), or a message of the "user".
     """
-    messages = [{"role": role, "content": content} for content in contents]
+    return encode_after(tokenizer, [{"role": role, "content": content} for content in contents])
+
+
+def encode_after(tokenizer: Tokenizer, messages: list[Json]) -> list[int]:
+    """Returns the ids between a sampled <|im_end|> and the next turn, for any messages there."""
     return _ids(tokenizer, ("\n", *_prompt(messages, None, True, None)))
 
 

@@ -302,7 +302,8 @@ def rollout_timeout_s(config: Config) -> float:
     """
     rollout = config.rollout
     turn_s = CALL_S + rollout.turn_tokens / LEAST_TOKENS_PER_S
-    return COLLECTIVE_S + (1 + RETRIES) * (rollout.turns * turn_s + CALL_S)
+    attempt_s = max(rollout.turns * turn_s + CALL_S, config.task.agent_timeout_s)
+    return COLLECTIVE_S + (1 + RETRIES) * attempt_s
 
 
 def backward(loss: Tensor, model: Qwen3, ranks: Ranks, *, last: bool) -> None:

@@ -71,3 +71,12 @@ def mean_staleness(attempts: Sequence[Trajectory], version: int) -> float:
             if sampled:
                 lags.append(version - drawn_by)
     return sum(lags) / len(lags) if lags else 0.0
+
+
+def rewritten_share(attempts: Sequence[Trajectory]) -> float:
+    """Returns the share of turns, after the first of an attempt, with a prompt of their own.
+
+    With rebuilt context it is 1. An agent that rewrites what was said before raises it from 0.
+    """
+    following = sum(max(0, len(attempt.turns) - 1) for attempt in attempts)
+    return sum(len(contexts(attempt)) - 1 for attempt in attempts) / max(1, following)
