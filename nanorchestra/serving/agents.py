@@ -536,9 +536,7 @@ class AttemptServer(uvicorn.Server):
 
     def __init__(self, rollout: AgentRollout):
         self.rollout = rollout
-        limits = rollout.engine.limits
-        self.defaults = {"max_tokens": rollout.engine.max_context, "model": MODEL}
-        self.tokenizer, self.limits = rollout.tokenizer, limits
+        self.defaults = {"max_tokens": rollout.engine.max_context}
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nanorchestra"}
         models = JSONResponse({"object": "list", "data": [model]})
         routes = [

@@ -1,0 +1,345 @@
+"""Agents that are not ours play attempts: same ids as our loop, and faults that harm no other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import openai
+import pytest
+
+import train
+from nanorchestra.agent.load import NANO, load_rollout
+from nanorchestra.agent.loop import AttemptLimits
+from nanorchestra.errors import UserError
+from nanorchestra.serving.agents import AgentRollout, Function, load_agent, played_by
+from nanorchestra.training.samples import as_group, rewritten_share
+from nanorchestra.training.trajectories import check_row, contexts, to_row
+from worlds.agent_tasks import AgentTasks
+from worlds.miniature.world import Miniature
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "openai_agent.py"
+COUNT = 12
+CLIENT = openai.OpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return load_rollout(NANO, AttemptLimits(turns=10), {"temperature": 1.0}, COUNT)
+
+
+@pytest.fixture
+def world(sandbox):
+    return Miniature(0, sandbox)
+
+
+def environments(world, count=COUNT):
+    return [world.environment(world.task("train", i // 4), i) for i in range(count)]
+
+
+def agent(ours, function, timeout_s=60.0):
+    """Our rollout, played by a function of an attempt."""
+    rollout = played_by("true", ours, timeout_s)
+    rollout.agent = Function("test", function)
+    return rollout
+
+
+def ask(attempt, messages, **settings):
+    client = CLIENT.with_options(base_url=attempt.base_url, api_key=attempt.api_key)
+    settings = {"tools": attempt.task["tools"], "model": "any"} | settings
+    return client.chat.completions.create(messages=messages, **settings).choices[0].message
+
+
+def one(ours, world, function, timeout_s=60.0):
+    """The trajectory of one attempt that a function plays."""
+    (t,) = agent(ours, function, timeout_s).run(environments(world, 1), [7])
+    check_row(json.loads(json.dumps(to_row(world.task("train", 0), t))), "row")
+    return t
+
+
+def test_a_loop_over_openais_client_plays_what_our_loop_plays_bit_for_bit(ours, world):
+    seeds = [1000 + i for i in range(COUNT)]
+    expected = ours.run(environments(world), seeds)
+    played = played_by(f"{EXAMPLE}:play", ours, 60.0).run(environments(world), seeds)
+    assert sum(len(t.turns) for t in expected) > COUNT
+    for mine, theirs in zip(expected, played, strict=True):
+        for name in ("ids", "sampled", "logprobs", "weight_versions", "status", "answer"):
+            assert getattr(theirs, name) == getattr(mine, name)
+        for name in ("cost_usd", "latency_s", "outcome", "calls", "well_formed"):
+            assert getattr(theirs, name) == getattr(mine, name)
+        assert len(contexts(theirs)) == 1
+        assert [turn.calls for turn in theirs.turns] != [[] for _ in theirs.turns]
+    assert rewritten_share(played) == 0
+
+
+@pytest.mark.slow
+def test_grpo_with_an_agent_is_the_run_of_our_loop(tmp_path, monkeypatch):
+    options = ["--grpo.steps", "2", "--grpo.prompts", "4", "--grpo.group_size", "4"]
+    options += ["--rollout.lockstep", "true", "--evaluation.tasks", "4"]
+    options += ["--warm_start.steps", "0", "--run.root", str(tmp_path)]
+    rows = {}
+    for name, more in {"ours": [], "theirs": ["--task.agent", f"{EXAMPLE}:play"]}.items():
+        assert train.main([*options, "--run.name", name, *more]) == 0
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
+    names = ("reward", "loss", "grad_norm", "cost_usd", "latency_s", "tokens", "kl")
+    for mine, theirs in zip(rows["ours"], rows["theirs"], strict=True):
+        assert {n: mine.get(n) for n in names} == {n: theirs.get(n) for n in names}
+    assert any(row.get("loss") for row in rows["ours"])
+    assert all(row["rewritten"] == 0 for row in rows["theirs"] if row["phase"] == "grpo")
+
+
+def test_what_an_agent_rewrites_is_another_sample_of_the_same_trajectory(ours, world):
+    def play(attempt):
+        first = ask(attempt, attempt.task["messages"]).model_dump(exclude_none=True)
+        again = [*attempt.task["messages"], first, {"role": "user", "content": "sure?"}]
+        ask(attempt, again)
+        again[-1]["content"] = "really?"  # what was said is now another
+        ask(attempt, again)
+        ask(attempt, again, tools=[])
+        ask(attempt, [*again, {"role": "user", "content": "more"}], tools=[])
+        return 0.25
+
+    t = one(ours, world, play)
+    assert (t.status, t.outcome, len(t.turns)) == ("answered", 0.25, 5)
+    places = contexts(t)
+    assert len(places) == 4  # the first goes on once, then three times other prompts
+    assert rewritten_share([t]) == 3 / 4
+    group = as_group([t])
+    assert [len(sample.ids) for sample in group.samples] == [end - b for b, _, end in places]
+    assert len({tuple(t.ids[turn.start : turn.end]) for turn in t.turns}) > 2  # other noise
+
+
+def test_a_cut_turn_goes_on_and_a_stop_begins_anew(ours, world):
+    def play(attempt):
+        messages = list(attempt.task["messages"])
+        for settings in ({"max_tokens": 3}, {"stop": ["."]}, {}):
+            said = ask(attempt, messages, **settings).model_dump(exclude_none=True)
+            messages += [said, {"role": "user", "content": "go on"}]
+        return 1
+
+    t = one(ours, world, play)
+    cut = t.turns[0]
+    end = ours.tokenizer.token_id("<|im_end|>")
+    assert cut.end - cut.start == 3 and t.ids[cut.end] == end and not t.sampled[cut.end]
+    assert t.turns[1].context == 0
+
+
+def test_a_stream_has_the_same_ids_and_usage(ours, world):
+    seen = []
+
+    def play(attempt):
+        client = CLIENT.with_options(base_url=attempt.base_url, api_key=attempt.api_key)
+        settings = {"messages": attempt.task["messages"], "model": "m"}
+        settings["stream_options"] = {"include_usage": True}
+        seen.extend(client.chat.completions.create(stream=True, **settings))
+        return "x"
+
+    t = one(ours, world, play)
+    assert seen[-1].usage.completion_tokens == sum(t.sampled)
+    assert seen[-1].usage.prompt_tokens == t.prompt_length
+
+
+def broken(attempt):
+    ask(attempt, attempt.task["messages"])
+    raise KeyError("a bug")
+
+
+def silent(attempt):
+    return "42"
+
+
+def endless(attempt):
+    ask(attempt, attempt.task["messages"])
+    time.sleep(60)
+
+
+def flooding(attempt):
+    for _ in range(10_000):
+        ask(attempt, attempt.task["messages"])
+
+
+def wrong(attempt):
+    ask(attempt, attempt.task["messages"])
+    return 7.0
+
+
+@pytest.mark.parametrize(
+    "function, status, failure",
+    [
+        (broken, "infrastructure", "test: KeyError: 'a bug'"),
+        (silent, "infrastructure", "the agent asked the policy nothing"),
+        (wrong, "infrastructure", "reward"),
+        (endless, "turn_limit", ""),
+        (flooding, "turn_limit", ""),
+    ],
+)
+def test_an_agent_that_fails_ends_its_own_attempt_alone(ours, world, function, status, failure):
+    def play(attempt):
+        if "-0/" in attempt.task["id"] or attempt.task["id"].endswith("-0"):
+            return function(attempt)
+        return ask(attempt, attempt.task["messages"]).content
+
+    rollout = agent(ours, play, timeout_s=2.0)
+    envs = [world.environment(world.task("train", index), 0) for index in range(3)]
+    bad, *good = rollout.run(envs, [1, 2, 3])
+    assert bad.status == status and failure in bad.failure and bad.outcome == 0
+    assert len(bad.turns) <= 11
+    assert [t.status for t in good] == ["answered"] * 2
+    assert not rollout.attempts
+
+
+def test_requests_that_are_not_served_have_a_status_and_a_reason(ours, world):
+    problems = {}
+
+    def post(url, body, key=""):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, data, headers))
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)["error"]["message"]
+        return 200, ""
+
+    def play(attempt):
+        chat, key = f"{attempt.base_url}/chat/completions", attempt.api_key
+        body = {"messages": [{"role": "user", "content": "hello"}], "model": "any"}
+        problems["key"] = post(chat, body, "another")
+        problems["calls first"] = post(f"{attempt.url}/calls", {"calls": [{"name": "x"}]})
+        problems["n"] = post(chat, body | {"n": 2}, key)
+        problems["choice"] = post(chat, body | {"tool_choice": "required"}, key)
+        problems["json"] = post(chat, b"{", key)
+        problems["no messages"] = post(chat, {}, key)
+        assert post(chat, body, key) == (200, "")
+        problems["calls"] = post(f"{attempt.url}/calls", {"calls": []})
+        problems["reward"] = post(f"{attempt.url}/reward", {"reward": 2})
+        problems["other"] = post(f"{attempt.base_url}/attempts/other/reward", {"reward": 1})
+        assert post(f"{attempt.url}/reward", {"reward": 0.5})[0] == 200
+
+    t = one(ours, world, play)
+    assert (t.status, t.outcome) == ("answered", 0.5), t.failure
+    statuses = {name: status for name, (status, _) in problems.items()}
+    assert statuses.pop("key") == statuses.pop("other") == 401
+    assert set(statuses.values()) == {400}, problems
+    assert all(message for _, message in problems.values())
+    assert "run samples without a grammar" in problems["choice"][1]
+
+
+def test_calls_are_billed_and_run_side_by_side(ours, world):
+    def play(attempt):
+        ask(attempt, attempt.task["messages"])
+        names = [tool["function"]["name"] for tool in attempt.task["tools"]]
+        results = attempt.call([{"name": name, "arguments": {}} for name in names[:2]])
+        results += attempt.call([{"name": "none"}])
+        return json.dumps(results)
+
+    t = one(ours, world, play)
+    results = json.loads(t.answer)
+    assert len(results) == 3 and results[2]["error"]
+    made = t.turns[0].results
+    assert [r.content for r in made] == [result["content"] for result in results]
+    assert sum(t.calls.values()) == sum(not result.refused for result in made) > 0
+    calls_usd = sum(result["cost_usd"] for result in results)
+    own_usd = ours.price.cost(t.sampled.count(False), t.sampled.count(True))
+    assert t.cost_usd == pytest.approx(calls_usd + own_usd) and calls_usd > 0
+
+
+async def with_the_agents_sdk(attempt):
+    """OpenAI's Agents SDK, which knows tools by its own classes."""
+    from agents import Agent, FunctionTool, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
+
+    set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=attempt.base_url, api_key=attempt.api_key)
+
+    def offered(tool):
+        function = tool["function"]
+
+        async def invoke(context, arguments):
+            calls = [{"name": function["name"], "arguments": json.loads(arguments or "{}")}]
+            (result,) = await asyncio.to_thread(attempt.call, calls)
+            return result["content"]
+
+        return FunctionTool(
+            name=function["name"],
+            description=function["description"],
+            params_json_schema=function["parameters"],
+            on_invoke_tool=invoke,
+            strict_json_schema=False,
+        )
+
+    solver = Agent(
+        name="solver",
+        model=OpenAIChatCompletionsModel("policy", client),
+        tools=[offered(tool) for tool in attempt.task["tools"]],
+    )
+    result = await Runner.run(solver, attempt.task["messages"][0]["content"], max_turns=10)
+    return str(result.final_output)
+
+
+def test_openais_agents_sdk_plays_what_our_loop_plays(ours, world):
+    pytest.importorskip("agents")
+    seeds = [5, 6, 7, 8]
+    expected = ours.run(environments(world, 4), seeds)
+    played = agent(ours, with_the_agents_sdk).run(environments(world, 4), seeds)
+    assert [t.status for t in played] == ["answered"] * 4
+    assert all(len(contexts(t)) == 1 for t in played)  # no id was tokenised again
+    assert [t.answer for t in played] == [t.answer for t in expected]
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+from openai import OpenAI
+
+about = json.load(urllib.request.urlopen(os.environ["NANORCHESTRA_ATTEMPT_URL"]))
+if about["seed"] % 3 == 0:
+    sys.exit("no luck with this one")
+messages = [{"role": "user", "content": f"the value of {about['seed'] % 10} * 2, what is it?"}]
+OpenAI().chat.completions.create(model="policy", messages=messages)
+with open(os.environ["NANORCHESTRA_REWARD_FILE"], "w") as file:
+    json.dump(0.75, file)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_has_tasks_of_its_own_and_reports_its_reward(ours, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    world = AgentTasks("agent:x", 0)
+    tasks = [world.task("train", index) for index in range(4)]
+    rollout = played_by(f"{sys.executable} {script}", ours, 60.0)
+    played = rollout.run([world.environment(task, 0) for task in tasks], [1, 2, 3, 4])
+    for task, t in zip(tasks, played, strict=True):
+        if task.data["seed"] % 3 == 0:
+            assert "ended with status 1: no luck with this one" in t.failure
+        else:
+            assert (t.status, t.outcome) == ("answered", 0.75)
+    assert {task.id for task in tasks} != {world.task("held_out", i).id for i in range(4)}
+    seeds = {random.Random(f"0/train/{index}").getrandbits(32) for index in range(4)}
+    assert {task.data["seed"] for task in tasks} == seeds
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("none.py:play", "none.py: no such file"),
+        (f"{EXAMPLE}:other", "it has no function 'other'"),
+        ("'", "No closing quotation"),
+        ("  ", "no command"),
+    ],
+)
+def test_an_agent_that_cannot_be_loaded_is_one_line(text, problem):
+    with pytest.raises(UserError, match=problem):
+        load_agent(text)
+
+
+def test_a_program_that_does_not_exist_is_a_failure(ours, world):
+    rollout = played_by("no-such-program", ours, 5.0)
+    assert isinstance(rollout, AgentRollout)
+    (t,) = rollout.run(environments(world, 1), [1])
+    assert "no-such-program: No such file" in t.failure
