@@ -43,6 +43,7 @@ MOST_LINE = 8 << 20  # bytes of a message on stdin
 SHOWN = 500  # characters of a message of progress
 THOUGHT_S = 2.0  # between two messages while the policy thinks
 SILENCE_S = 15.0  # after which a message says that a call is still at work
+SESSIONS = 1_000  # of clients at the address
 FLUSH_S = 1.0  # for the client to read the last messages
 
 ARGUMENTS = {
@@ -279,18 +280,23 @@ def _write_whole(pipe: BinaryIO, data: bytes) -> None:
 
 
 class McpEndpoint:
-    """An ASGI application that serves each POST by itself: a client needs no session.
+    """An ASGI application. `read(request)` returns the bytes of a body that may be served.
 
-    `read(request)` returns the bytes of a body that may be served. HTTPException.
+    Clients of 2025-11-25 have a session each, in which they can cancel; it ends when it is idle.
     """
 
     def __init__(self, server: Server, read: Callable[[Request], Awaitable[bytes]]):
-        self.manager, self.read = StreamableHTTPSessionManager(server, stateless=True), read
+        self.manager = StreamableHTTPSessionManager(
+            server, session_idle_timeout=REQUEST_S, max_sessions=SESSIONS
+        )
+        self.read = read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request; a client that leaves ends it."""
-        raw = await self.read(Request(scope, receive))
-        bodies = [{"type": "http.request", "body": raw, "more_body": False}]
+        """Answers a request. HTTPException."""
+        bodies = []
+        if scope["method"] == "POST":  # the other, DELETE, needs the secret name of a session
+            raw = await self.read(Request(scope, receive))
+            bodies.append({"type": "http.request", "body": raw, "more_body": False})
 
         async def receive_again():
             return bodies.pop() if bodies else await receive()
@@ -305,4 +311,4 @@ class McpEndpoint:
 def http_route(server: Server, read: Callable[[Request], Awaitable[bytes]]) -> tuple[Route, Any]:
     """Returns the route /mcp of an HTTP server, and the lifespan that its application needs."""
     endpoint = McpEndpoint(server, read)
-    return Route("/mcp", endpoint, methods=["POST"]), endpoint.lifespan
+    return Route("/mcp", endpoint, methods=["POST", "DELETE"]), endpoint.lifespan

@@ -292,10 +292,10 @@ def test_at_an_address(start, mode, monkeypatch):
     assert running.preferences[0] == ("Be quick.", {"usd": 0.5}) or running.preferences[1][0]
     assert result.content[0].text == other.content[0].text == "Answer: fourty-two, or so."
     assert result.structured_content["calls"] == {"echo": 1}
-    messages = [message for _, message in told]
-    assert messages[0] == "thinks: hmm" and messages[1].startswith('calls: {"name": "echo"')
-    assert messages[2].startswith("at work: ")
-    assert messages[-2:] == ["result ($0.25, 2.0 s): seen", "thinks: hmm"]
+    messages = [message for _, message in told if not message.startswith("at work: ")]
+    assert len(messages) < len(told) and messages[1].startswith('calls: {"name": "echo"')
+    del messages[1]
+    assert messages == ["thinks: hmm", "result ($0.25, 2.0 s): seen", "thinks: hmm"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
@@ -321,13 +321,11 @@ def test_failures_are_errors_of_the_tool(start, monkeypatch, capsys):
         def call(self, arguments):
             return ToolResult("it is down", error=True, infrastructure=True)
 
-    running, client = start(Down())
-    for failure, says in ((None, "it is down"), (KeyError("secret"), "internal error")):
-        if failure:
-            monkeypatch.setattr(running.server, "make_environment", None)
-            monkeypatch.setattr(OrchestratorConversation, "append", None)
+    _, client = start(Down())
+    for says in ("it is down", "internal error"):
         ((result, _),) = client.ask({"question": "!ask"})
         assert result.is_error and result.content[0].text == says
+        monkeypatch.setattr(OrchestratorConversation, "prices", None)
     assert "Traceback" in capsys.readouterr().err
 
 
