@@ -227,7 +227,7 @@ def protocol_pipes() -> Iterator[tuple[BinaryIO, BinaryIO]]:
 def serve_pipes(server: Server, service: Service, pipes: tuple[BinaryIO, BinaryIO]) -> None:
     """Serves one client until it closes stdin, or SIGTERM; what runs then ends.
 
-    Raises KeyboardInterrupt after Ctrl-C.
+    Raises KeyboardInterrupt after Ctrl-C, UserError for a message of more than MOST_LINE bytes.
     """
     asyncio.run(_serve_pipes(server, service, *pipes))
 
@@ -237,13 +237,15 @@ async def _serve_pipes(server, service, stdin, stdout) -> None:
     to_client, from_session = anyio.create_memory_object_stream(0)
     reading = anyio.CancelScope()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, reading.cancel)
+    problem = ""
 
     async def read():
+        nonlocal problem
         async with to_session:
             with reading:
                 while line := await in_thread(stdin.readline, MOST_LINE + 1):
                     if len(line) > MOST_LINE:
-                        print(f"stdin: a message has over {MOST_LINE >> 20} MiB", file=sys.stderr)
+                        problem = f"stdin: a message has over {MOST_LINE >> 20} MiB"
                         break
                     try:
                         message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
@@ -272,6 +274,7 @@ async def _serve_pipes(server, service, stdin, stdout) -> None:
     finally:
         service.end()
         service.jobs.put(None)
+    require(not problem, problem)
 
 
 def _write_whole(pipe: BinaryIO, data: bytes) -> None:
