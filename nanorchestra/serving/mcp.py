@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import UserError, require
-from nanorchestra.schemas import Json, check
+from nanorchestra.schemas import Json, check, whole_characters
 from nanorchestra.serving.orchestrate import (
     MOST_CHARACTERS,
     REPORTED,
@@ -129,7 +129,7 @@ def tool_server(
             text = report["answer"] or f"no answer: {report['status']}"
             failed = not report["answer"]
         except Exception as error:
-            text, failed = _line(error), True
+            text, failed = whole_characters(_line(error)), True
         return types.CallToolResult(
             content=[types.TextContent(text=text)], structured_content=report, is_error=failed
         )
@@ -170,7 +170,7 @@ async def _followed(
     async def tell(label: str, text: str) -> None:
         nonlocal count, at
         count, at = count + 1, time.monotonic()
-        text = " ".join(text.split())
+        text = " ".join(whole_characters(text).split())
         text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         await progress(count, None, f"{label}: {text}")
 
@@ -198,7 +198,7 @@ async def _followed(
                     cost = f"(${result['cost_usd']:.4g}, {result['latency_s']:.1f} s)"
                     await tell(f"{label} {cost}", result["content"])
                 elif "turns" in news:
-                    answer = chunk["choices"][0]["delta"].get("content", "")
+                    answer = whole_characters(chunk["choices"][0]["delta"].get("content", ""))
                     report = {name: news[name] for name in REPORTED}
     finally:
         silence.cancel()
