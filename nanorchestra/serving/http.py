@@ -6,6 +6,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class Server(uvicorn.Server):
 
     make_environment(question, words, vector, seed): the environment of an attempt, with the user's
     preference in words and as a vector. defaults: parameters where a body has none. host: where it
-    listens. key: "" to serve every client.
+    listens. key: "" to serve every client. more(server, read): one more route, whose bodies
+    `read` reads, and the lifespan that it needs.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Server(uvicorn.Server):
         defaults: Json,
         host: str = "127.0.0.1",
         key: str = "",
+        more: Callable[..., tuple[Route, Any]] | None = None,
     ):
         self.rollout, self.make_environment = rollout, make_environment
         self.defaults = defaults | {"max_tokens": rollout.engine.max_context}
@@ -111,8 +114,13 @@ class Server(uvicorn.Server):
         }
         routes = [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
         routes += [Route(path, self._complete, methods=["POST"]) for path in FORMS]
+        lifespan = None
+        if more is not None:
+            route, lifespan = more(self, self._raw)
+            routes.append(route)
+        self.paths = [route.path for route in routes]
         config = uvicorn.Config(
-            application(routes, refuse, host),
+            application(routes, refuse, host, lifespan),
             http=Connection,
             ws="none",
             log_level="warning",
@@ -299,5 +307,6 @@ def serve_http(server: Server, port: int) -> None:
     """Listens until SIGTERM or SIGINT. UserError if it cannot."""
     listening = listen(server.host, port)
     place = address(listening)
-    print(f"{' and '.join(server.models)} at {place}/v1, the page at {place}/", flush=True)
+    more = f", MCP at {place}/mcp" if "/mcp" in server.paths else ""
+    print(f"{' and '.join(server.models)} at {place}/v1, the page at {place}/{more}", flush=True)
     serve(server, listening)
