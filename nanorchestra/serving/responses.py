@@ -4,15 +4,17 @@ A request becomes the body of a chat completion, which is checked and answered a
 Response that is not streamed is the one that the last event holds. Nothing is stored. No torch.
 """
 
+import base64
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator
 
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
 from nanorchestra.serving.protocol import SILENT, checked, completed, dumps, merge, parsed
 
 ITEMS = "nothing is stored here: send the earlier items in input"
+OPAQUE = "reasoning.encrypted_content"  # to include
 LOGPROBS = "/v1/chat/completions gives log-probabilities, /v1/responses none"
 UNSERVED = {
     "store": "nothing is stored here: it must be false or absent",
@@ -86,16 +88,17 @@ def _messages(request) -> list[Json]:
         elif kind == "item_reference":
             # A turn may lack its reasoning: clients that refer to it send the rest.
             is_reasoning = item["id"].startswith(PREFIX["reasoning"])
-            require(is_reasoning, f"input[{i}]: nothing is stored here: send the item itself")
+            problem = "nothing is stored here: send the item itself, as clients do with store false"
+            require(is_reasoning, f"input[{i}]: {problem}")
         else:
             if kind == "function_call":
                 calls.add(item["call_id"])
-            _add_to_turn(messages, kind, item)
+            _add_to_turn(messages, kind, item, i)
     require(messages, "input: it has no message")
     return messages
 
 
-def _add_to_turn(messages, kind, item):
+def _add_to_turn(messages, kind, item, i):
     """Adds an item to the assistant's turn, which is reasoning, then a text, then calls."""
     turn = messages[-1] if messages else {"role": "system"}
     is_over = kind != "function_call" and ("content" in turn or "tool_calls" in turn)
@@ -103,13 +106,23 @@ def _add_to_turn(messages, kind, item):
         turn = {"role": "assistant"}
         messages.append(turn)
     if kind == "reasoning":
-        merge(turn, {"reasoning_content": _text(item.get("content") or "")})
+        text = _text(item.get("content") or "")
+        merge(turn, {"reasoning_content": text or _unsealed(item.get("encrypted_content"), i)})
     elif kind == "message":
         turn["content"] = _text(item["content"])
     else:
         function = _given(item, "name", "arguments")
         call = {"id": item["call_id"], "type": "function", "function": function}
         merge(turn, {"tool_calls": [call]})
+
+
+def _unsealed(content, i) -> str:
+    """Returns the reasoning that a client has sent back without reading it."""
+    try:
+        return base64.b64decode(content or "", validate=True).decode()
+    except ValueError:
+        problem = "is not what this server gave; leave the item out"
+        raise UserError(f"input[{i}].encrypted_content: {problem}") from None
 
 
 def _text(content) -> str:
@@ -167,6 +180,7 @@ class ResponseWriter:
             "usage": None,
             "user": request.get("user"),
         }
+        self._is_opaque = OPAQUE in request["include"]
         self._count = 0  # of events
         self._item: Json | None = None  # the open one, as it was opened
         self._texts: list[str] = []  # of the open item
@@ -235,7 +249,10 @@ class ResponseWriter:
         kind, text = self._item["type"], "".join(self._texts)
         yield self._inside(f"response.{PART[kind]}.done", text=text)
         yield self._inside("response.content_part.done", part=_part(kind, text))
-        yield self._done(status, content=[_part(kind, text)])
+        fields = {"content": [_part(kind, text)]}
+        if kind == "reasoning" and self._is_opaque:
+            fields["encrypted_content"] = base64.b64encode(text.encode()).decode()
+        yield self._done(status, **fields)
         self._texts = []
 
     def _end(self, reason):
@@ -269,17 +286,17 @@ class ResponseWriter:
         self._item = None
         return self._event("response.output_item.done", output_index=index, item=item)
 
-    def _inside(self, name, **fields):
+    def _inside(self, kind, /, **fields):
         """Returns an event inside the open item."""
         place = {"item_id": self._item["id"], "output_index": len(self.response["output"])}
         if "content" in self._item:
             place["content_index"] = 0
-        if name.startswith("response.output_text."):
+        if kind.startswith("response.output_text."):
             place["logprobs"] = []
-        return self._event(name, **place, **fields)
+        return self._event(kind, **place, **fields)
 
-    def _event(self, name, **fields):
-        event = {"type": name, "sequence_number": self._count, **fields}
+    def _event(self, kind, /, **fields):
+        event = {"type": kind, "sequence_number": self._count, **fields}
         self._count += 1
         return event
 
