@@ -100,11 +100,12 @@ def _messages(request) -> list[Json]:
 
 def _add_to_turn(messages, kind, item, i):
     """Adds an item to the assistant's turn, which is reasoning, then a text, then calls."""
-    turn = messages[-1] if messages else {"role": "system"}
-    is_over = kind != "function_call" and ("content" in turn or "tool_calls" in turn)
-    if turn["role"] != "assistant" or is_over:
-        turn = {"role": "assistant"}
-        messages.append(turn)
+    in_turn = bool(messages) and messages[-1]["role"] == "assistant"
+    if in_turn and kind != "function_call":  # neither follows a text or a call
+        in_turn = not messages[-1].keys() & {"content", "tool_calls"}
+    if not in_turn:
+        messages.append({"role": "assistant"})
+    turn = messages[-1]
     if kind == "reasoning":
         text = _text(item.get("content") or "")
         merge(turn, {"reasoning_content": text or _unsealed(item.get("encrypted_content"), i)})
