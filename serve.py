@@ -6,6 +6,7 @@
     python serve.py --model PATH --index DIR    and with search in an index
     python serve.py --model PATH --tools FILE   with tools and experts of yours (docs/tools.md)
     python serve.py --http                      OpenAI's API, and a page to chat (docs/serve.md)
+    python serve.py --mcp                       a tool of MCP, on stdin and stdout (docs/serve.md)
     python serve.py --trace FILE                records every attempt, a JSON line each
     python serve.py --replay FILE               shows recorded attempts again, and calls nothing
 
@@ -27,6 +28,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from nanorchestra import SamplingParams
 from nanorchestra.agent.load import NANO, fetch_model, load_rollout
@@ -104,6 +106,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--trace", type=Path, help="add every attempt to this file, as JSON")
     add("--replay", type=Path, help="show the attempts of such a file again, and end")
     add("--http", action="store_true", help="serve OpenAI's API and a page in place of a prompt")
+    add("--mcp", action="store_true", help="serve a tool of MCP by pipes, with --http at /mcp")
     add("--host", default="127.0.0.1", help="with --http: where to listen (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="with --http (default: 8000)")
     add(
@@ -131,13 +134,44 @@ def serve_openai(
     """
     from nanorchestra.serving.http import Server, serve_http  # half a second, only for --http
 
+    more = None
+    if options.mcp:
+        from nanorchestra.serving.mcp import http_route
+
+        def more(server, read):
+            tool = mcp_tool(server.service, name, rollout, world, sampling)
+            return http_route(tool, read)
+
     key = os.environ.get(options.key_env, "")
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
     gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait
     try:
-        serve_http(Server(rollout, name, world.open, sampling, options.host, key), options.port)
+        server = Server(rollout, name, world.open, sampling, options.host, key, more)
+        serve_http(server, options.port)
     finally:
         gc.unfreeze()  # nanobind would report at the end what is not collected
+
+
+def mcp_tool(
+    service: Any, name: str, rollout: Rollout, world: OpenQuestions, sampling: dict[str, float]
+) -> Any:
+    """Returns the server of MCP whose tool answers the questions of a world."""
+    from nanorchestra.serving.mcp import tool_server
+
+    tools = ", ".join(tool.name for tool in world.tools) or "none"
+    about = f"Tools: {tools}. Questions such as: {'; '.join(world.examples)}"
+    return tool_server(service, rollout, world.open, sampling, name, about)
+
+
+def serve_mcp(
+    pipes: Any, name: str, rollout: Rollout, world: OpenQuestions, sampling: dict[str, float]
+) -> None:
+    """Serves a client of MCP on its pipes until it closes them."""
+    from nanorchestra.serving.mcp import serve_pipes
+    from nanorchestra.serving.service import Service
+
+    service = Service(rollout.engine)
+    serve_pipes(mcp_tool(service, name, rollout, world, sampling), service, pipes)
 
 
 @command("serve.py")
@@ -149,9 +183,30 @@ def main(arguments: list[str]) -> int:
         "--experts is 'simulated'; it must be real, record:DIR or replay:DIR",
     )
     require(options.ask is None or options.ask.strip(), "--ask: the question is empty")
+    if options.mcp:
+        others = options.ask or options.json or options.trace or options.replay
+        require(not others, "--mcp: leave out --ask, --json, --trace and --replay")
     if options.replay:
         show_again(options.replay, Tokenizer.from_dir(local_model(options.model)))
         return 0
+    if not options.mcp:
+        return play(options)
+    try:
+        from nanorchestra.serving.mcp import protocol_pipes  # brings mcp, a second to import
+    except ModuleNotFoundError as error:
+        needs = "--mcp needs the package mcp: pip install mcp==2.3.0"
+        raise UserError(f"{needs} ({error})") from None
+    if options.http:
+        return play(options)
+    with protocol_pipes() as pipes:
+        return play(options, pipes)
+
+
+def play(options: argparse.Namespace, pipes: Any = None) -> int:
+    """Loads the model and its tools, and answers. Returns the exit status.
+
+    `pipes` are stdin and stdout of a client of MCP.
+    """
     source = fetch_model(options.model, options.quantise)
     model = source.path
     sampling = read_sampling(model)
@@ -166,7 +221,7 @@ def main(arguments: list[str]) -> int:
         world = questions_of(model, options.tools, options.index, sandbox, spending)
         limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
         running, engine_options = 1, {}
-        if options.http:  # the pool has a fixed size, and requests wait for its pages
+        if options.http or options.mcp:  # a pool of fixed size, for whose pages requests wait
             running, engine_options = 256, {"max_batch_tokens": 2048}
         rollout = load_rollout(
             model,
@@ -174,7 +229,7 @@ def main(arguments: list[str]) -> int:
             sampling,
             running,
             options.quantise,
-            chats=not (options.tools or options.index),
+            chats=not (options.tools or options.index or options.mcp),
             **engine_options,
         )
         if not rollout.tokenizer.markers:
@@ -186,6 +241,10 @@ def main(arguments: list[str]) -> int:
         weight = rollout.engine.model.embed_tokens.weight
         about = f"{source.name}, {weight.dtype} on {weight.device}, context {context}, {sampling}"
         stream = io.StringIO() if options.json else sys.stdout
+        if pipes:
+            print(f"{about}; {world.title}; MCP on stdin and stdout", file=sys.stderr)
+            serve_mcp(pipes, source.title, rollout, world, sampling)
+            return 0
         terminal = Terminal(
             rollout, world, about, options.seed, stream, options.trace, options.json
         )

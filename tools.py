@@ -278,7 +278,7 @@ class Catalogue:
             where = f"{self.path}: {entries[0]['name']}"
             needs = "a tool of the kind mcp needs the package mcp: pip install mcp==2.3.0"
             raise UserError(f"{where}: {needs} ({error})") from None
-        return open_servers(self.path, entries)
+        return open_servers(self.path, entries, self.spending)
 
     def _role(self, where, entry) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""

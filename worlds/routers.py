@@ -9,9 +9,10 @@ answers agree; in a conversation the first expert does every turn, and after an 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import permutations
 
 import numpy as np
@@ -39,11 +40,13 @@ from worlds.miniature.offers import (
     skill,
 )
 from worlds.miniature.tables import SPECIALISTS
+from worlds.skill_table import estimated_skill, skill_table
 from worlds.toolscale.environment import EXPERT, DomainEnvironment
 
 MINIATURE = "miniature"  # the world
 SEEN = 20  # tasks of a world that say which routers it has
 PARALLEL = 16  # attempts at a time
+TABLES = (50, 500, 2000)  # single calls from which a router learns the skills
 TURNS = 40  # of a conversation at most
 STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")  # from the weakest, by their names
 
@@ -123,26 +126,45 @@ def perfect(task: Task) -> Sequence[Offer]:
     return plans[int(np.argmax(expected_rewards(task, plans)))]
 
 
+def by_table(task: Task, calls: int) -> list[Offer]:
+    """Returns what `informed` would, by skills that were estimated from so many single calls."""
+    table = skill_table(calls)
+    return informed_order(task, partial(estimated_skill, table))[:2]
+
+
 TOOL_ORDERS = {
     "strongest": strongest,
     "cascade": cascade,
+    **{f"table-{calls}": partial(by_table, calls=calls) for calls in TABLES},
     "blind": blind,
     "informed": informed,
     "perfect": perfect,
 }
 
 
-def informed_order(task: Task) -> list[Offer]:
+def hidden_skill(task: Task, offer: Offer) -> Skill:
+    """Returns the skill that an expert has at the question of a task."""
+    return skill(offer["what"], task.data["subject"], task.data["difficulty"])
+
+
+def informed_order(
+    task: Task, skill_of: Callable[[Task, Offer], Skill] = hidden_skill
+) -> list[Offer]:
     """Returns the tools from the highest expected reward of a single call down.
 
-    It looks up the hidden skills, which are the same in all tasks, so that a policy can learn them.
+    It looks up the hidden skills, which are the same in all tasks, so that a policy can learn them,
+    or what `skill_of` takes for them.
     """
     allowed = _allowed(task)
-    rewards = expected_rewards(task, [[offer] for offer in allowed])
+    rewards = expected_rewards(task, [[offer] for offer in allowed], skill_of)
     return [allowed[i] for i in np.argsort(-rewards, kind="stable")]
 
 
-def expected_rewards(task: Task, plans: Sequence[Sequence[Offer]]) -> np.ndarray:
+def expected_rewards(
+    task: Task,
+    plans: Sequence[Sequence[Offer]],
+    skill_of: Callable[[Task, Offer], Skill] = hidden_skill,
+) -> np.ndarray:
     """Returns the expected reward of each plan, [plans].
 
     The tools of a plan are used in order until one is sure. A wrong answer earns 0.
@@ -163,7 +185,7 @@ def expected_rewards(task: Task, plans: Sequence[Sequence[Offer]]) -> np.ndarray
             )
             known = Skill(1.0, 0.0, 0.0)
             if is_expert(offer):
-                known = skill(offer["what"], task.data["subject"], task.data["difficulty"])
+                known = skill_of(task, offer)
             right_and_unsure = known.right * known.unsure_if_right
             ends_right = known.right if offer is plan[-1] else known.right - right_and_unsure
             attempts.append(so_far)

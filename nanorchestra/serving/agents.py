@@ -1,11 +1,13 @@
 """Plays attempts by any agent: a program, or a Python function, that asks the policy over HTTP.
 
 The run listens on this machine. Each attempt has an address and a key of its own: its requests to
-/v1/chat/completions are the turns of one trajectory. A request whose messages begin with all that
-was said before goes on with the session's ids; nothing is tokenised twice, and the KV stays. One
-that says something else begins a new prompt of the same trajectory, another sample for the trainer.
+/v1/chat/completions or /v1/responses are the turns of one trajectory. A request whose messages
+begin with all that was said before goes on with the session's ids; nothing is tokenised twice, and
+the KV stays. One that says something else begins a new prompt of the same trajectory, another
+sample for the trainer.
 
     POST /v1/chat/completions           the next turn; the run decides temperature and seed
+    POST /v1/responses                  the same in OpenAI's newer form
     GET  /v1/attempts/KEY               the task: question, messages, tools, seed, split
     POST /v1/attempts/KEY/calls         runs tools of the task, and bills them
     POST /v1/attempts/KEY/reward        {"reward": 0.5} or {"answer": "42"}
@@ -23,7 +25,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -45,13 +46,13 @@ from nanorchestra.model import chat
 from nanorchestra.records import ToolCall, ToolResult, Turn
 from nanorchestra.schemas import Json, check
 from nanorchestra.serving.connections import Connection, address, application, listen, read_raw
-from nanorchestra.serving.http import BODY_S, FORMS, JSON, Parts, events, refuse, whole
-from nanorchestra.serving.protocol import Choice, read_body, usage
+from nanorchestra.serving.http import BODY_S, CHAT, FORMS, JSON, answer, refuse
+from nanorchestra.serving.protocol import Choice, usage
 from nanorchestra.tools.replies import REQUESTS
 from nanorchestra.tools.threads import in_daemon
 
 MODEL = "policy"  # its name for agents
-CHAT = "/v1/chat/completions"
+PATHS = CHAT, "/v1/responses"
 STOP_S = 2.0  # for a program to end by itself after SIGTERM
 MOST_BYTES = 32 << 20  # of a body
 KEPT_STDERR = 2_000  # characters
@@ -536,12 +537,12 @@ class AttemptServer(uvicorn.Server):
 
     def __init__(self, rollout: AgentRollout):
         self.rollout = rollout
-        self.defaults = {"max_tokens": rollout.engine.max_context}
+        self.defaults = {"max_tokens": rollout.engine.max_context, "temperature": 1.0, "top_p": 1.0}
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nanorchestra"}
         models = JSONResponse({"object": "list", "data": [model]})
         routes = [
             Route("/v1/models", models, methods=["GET"]),
-            Route(CHAT, self._chat, methods=["POST"]),
+            *(Route(path, self._turn, methods=["POST"]) for path in PATHS),
             Route("/v1/attempts/{key}", self._task, methods=["GET"]),
             Route("/v1/attempts/{key}/calls", self._calls, methods=["POST"]),
             Route("/v1/attempts/{key}/reward", self._reward, methods=["POST"]),
@@ -560,18 +561,13 @@ class AttemptServer(uvicorn.Server):
         """Leaves signals as they are."""
         return nullcontext()
 
-    async def _chat(self, request) -> Response:
+    async def _turn(self, request) -> Response:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         attempt = self._attempt(key.strip() if scheme.lower() == "bearer" else "")
-        body = read_body(await read_raw(request, MOST_BYTES, BODY_S), "ChatRequest", self.defaults)
-        chunks = await attempt.complete(body)
-        head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": body["model"]}
-        form = FORMS[CHAT]
-        head["object"] = form.chunk if body["stream"] else form.answer
-        if body["stream"]:
-            parts = events(head, chunks, body["stream_options"])
-            return Parts(parts, media_type="text/event-stream")
-        return Parts(whole(head, chunks), media_type=JSON)
+        form = FORMS[request.url.path]
+        raw = await read_raw(request, MOST_BYTES, BODY_S)
+        body = form.read(raw, form.schema, self.defaults)
+        return answer(form.writer(body), body, await attempt.complete(body))
 
     async def _task(self, request) -> Response:
         return JSONResponse(self._attempt(request.path_params["key"]).about())

@@ -113,14 +113,18 @@ class Connection(HttpToolsProtocol):
 
 
 def application(
-    routes: Sequence[Route], refuse: Callable[[Request, Exception], Response], host: str
+    routes: Sequence[Route],
+    refuse: Callable[[Request, Exception], Response],
+    host: str,
+    lifespan: Any = None,
 ) -> ASGIApp:
     """Returns an application whose errors `refuse` answers; on loopback it has local names alone.
 
-    A web page of another name then cannot reach it by a name that leads to 127.0.0.1.
+    A web page of another name then cannot reach it by a name that leads to 127.0.0.1. `lifespan` is
+    starlette's: what holds while it is served.
     """
     refusals = dict.fromkeys((*REFUSED, ClientDisconnect, Exception), refuse)
-    app = Starlette(routes=routes, exception_handlers=refusals)
+    app = Starlette(routes=routes, exception_handlers=refusals, lifespan=lifespan)
     return TrustedHostMiddleware(app, LOCAL if host in (*LOCAL, "::1") else ["*"])
 
 

@@ -6,9 +6,11 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ from nanorchestra.serving.protocol import (
     read_body,
     usage,
 )
+from nanorchestra.serving.responses import ResponseWriter, read_request
 from nanorchestra.serving.service import Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -57,18 +60,58 @@ SMALL = 16 << 10  # bytes of a body that does not wait behind large ones
 DRAIN_S = 20.0  # until what runs is ended, once the server is
 
 
+class ChunkWriter:
+    """Writes the chunks of a chat or of a completion, as one `answer` or each as a `chunk`."""
+
+    def __init__(self, answer: str, chunk: str, body: Json):
+        kind = chunk if body["stream"] else answer
+        self.head = {"id": secrets.token_hex(12), "created": int(time.time())}
+        self.head |= {"model": body["model"], "object": kind}
+        self.has_usage = body["stream_options"].get("include_usage")
+
+    async def whole(self, chunks: AsyncIterator[Json]) -> AsyncIterator[bytes]:
+        """Yields one answer of all chunks."""
+        head, choices = dict(self.head), {}
+        async for chunk in chunks:
+            for choice in chunk.pop("choices"):
+                merge(choices, {choice["index"]: choice})
+            head |= chunk
+        for choice in choices.values():
+            if delta := choice.pop("delta", None):
+                choice["message"] = {"content": None} | delta
+                for call in delta.get("tool_calls", ()):
+                    del call["index"]
+        yield dumps(head | {"choices": [choices[index] for index in sorted(choices)]})
+
+    async def stream(self, chunks: AsyncIterator[Json]) -> AsyncIterator[bytes]:
+        """Yields the chunks as server-sent events."""
+        begin = dumps(self.head)[:-1]
+        async for chunk in chunks:
+            if self.has_usage or "usage" not in chunk:
+                yield b"data: %b,%b\n\n" % (begin, dumps(chunk)[1:])
+        yield b"data: [DONE]\n\n"
+
+    def failed(self, error: Json) -> bytes:
+        """Returns the last event of a stream that an error ends."""
+        return b"data: %b\n\n" % dumps({"error": error})
+
+
 @dataclass(frozen=True)
 class BodyForm:
-    """The schema of a body, and what an answer and a chunk of a stream are called."""
+    """The schema of a body, what reads it as a chat or a completion, and what writes the answer."""
 
     schema: str
-    answer: str
-    chunk: str
+    read: Callable[[bytes, str, Json], Json]
+    writer: Callable[[Json], ChunkWriter | ResponseWriter]
 
 
+CHAT = "/v1/chat/completions"
+CHUNKS = partial(ChunkWriter, "chat.completion", "chat.completion.chunk")
+TEXTS = partial(ChunkWriter, "text_completion", "text_completion")
 FORMS = {
-    "/v1/chat/completions": BodyForm("ChatRequest", "chat.completion", "chat.completion.chunk"),
-    "/v1/completions": BodyForm("CompletionRequest", "text_completion", "text_completion"),
+    CHAT: BodyForm("ChatRequest", read_body, CHUNKS),
+    "/v1/completions": BodyForm("CompletionRequest", read_body, TEXTS),
+    "/v1/responses": BodyForm("ResponsesRequest", read_request, ResponseWriter),
 }
 
 
@@ -79,7 +122,8 @@ class Server(uvicorn.Server):
 
     make_environment(question, words, vector, seed): the environment of an attempt, with the user's
     preference in words and as a vector. defaults: parameters where a body has none. host: where it
-    listens. key: "" to serve every client.
+    listens. key: "" to serve every client. more(server, read): one more route, whose bodies
+    `read` reads, and the lifespan that it needs.
     """
 
     def __init__(
@@ -90,6 +134,7 @@ class Server(uvicorn.Server):
         defaults: Json,
         host: str = "127.0.0.1",
         key: str = "",
+        more: Callable[..., tuple[Route, Any]] | None = None,
     ):
         self.rollout, self.make_environment = rollout, make_environment
         self.defaults = defaults | {"max_tokens": rollout.engine.max_context}
@@ -111,8 +156,13 @@ class Server(uvicorn.Server):
         }
         routes = [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
         routes += [Route(path, self._complete, methods=["POST"]) for path in FORMS]
+        lifespan = None
+        if more is not None:
+            route, lifespan = more(self, self._raw)
+            routes.append(route)
+        self.paths = [route.path for route in routes]
         config = uvicorn.Config(
-            application(routes, refuse, host),
+            application(routes, refuse, host, lifespan),
             http=Connection,
             ws="none",
             log_level="warning",
@@ -149,15 +199,8 @@ class Server(uvicorn.Server):
         """Answers a body, at once or as a stream."""
         form = FORMS[request.url.path]
         raw = await self._raw(request)
-        body, chunks = await self._open(raw, form.schema)
-        head = {"id": secrets.token_hex(12), "created": int(time.time()), "model": body["model"]}
-        if body["stream"]:
-            head["object"] = form.chunk
-            media, parts = "text/event-stream", events(head, chunks, body["stream_options"])
-        else:
-            head["object"] = form.answer
-            media, parts = JSON, whole(head, chunks)
-        return Parts(parts, media_type=media, background=BackgroundTask(chunks.aclose))
+        body, chunks = await self._open(raw, form)
+        return answer(form.writer(body), body, chunks)
 
     async def _raw(self, request):
         """The bytes of a body. HTTPException if the client may not ask, or sends too much."""
@@ -171,28 +214,27 @@ class Server(uvicorn.Server):
         most = (1 << 16) + 32 * self.defaults["max_tokens"]
         return await read_raw(request, most, BODY_S)
 
-    async def _open(self, raw, schema):
+    async def _open(self, raw, form):
         """A checked body, and the chunks of its answer. What is cheap is checked first."""
         loop = asyncio.get_running_loop()
         thread = self.small if len(raw) <= SMALL else self.large
-        body, prompts = await loop.run_in_executor(thread, self._read, raw, schema)
+        body, prompts = await loop.run_in_executor(thread, self._read, raw, form)
         if body["model"] != self.models[0]:
             return body, orchestrated(self.service, self.rollout, self.make_environment, body)
         tokenizer, guide = self.rollout.tokenizer, None
-        if (form := form_of(body)) is not None:
-            lark = await loop.run_in_executor(thread, form.grammar, tokenizer)
-            guide = Guide(tokenizer, form, await self.grammars.compiled(lark))
+        if (held := form_of(body)) is not None:
+            lark = await loop.run_in_executor(thread, held.grammar, tokenizer)
+            guide = Guide(tokenizer, held, await self.grammars.compiled(lark))
         choices = as_choices(body, prompts, guide)
         return body, sampled(self.service, tokenizer, body, choices)
 
-    def _read(self, raw, schema):
+    def _read(self, raw, form):
         """A checked body, and the ids of its prompts, which fit the context."""
-        body = read_body(raw, schema, self.defaults)
+        body = form.read(raw, form.schema, self.defaults)
         if body["model"] not in self.models:
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
         is_chat = "messages" in body
-        path = next(iter(FORMS))
-        require(is_chat or body["model"] == self.models[0], f"model: {body['model']} needs {path}")
+        require(is_chat or body["model"] == self.models[0], f"model: {body['model']} needs {CHAT}")
         self.service.check_room(count_choices(body))
         try:
             return body, self._prompts(body)
@@ -246,44 +288,40 @@ async def sampled(service, tokenizer, body, prompts):
             if all(choice.finish_reason for choice in choices):  # a stop, before the ids end
                 break
     prompt = sum(len(ids) for ids, _ in prompts[:: body["n"]])
+    count = sum(choice.count for choice in choices)
     cached = sum(request.cached_tokens or 0 for request, _ in pairs)
-    yield {"choices": [], "usage": usage(prompt, sum(choice.count for choice in choices), cached)}
+    reasoning = sum(choice.reasoning(pair[0]) for choice, pair in zip(choices, pairs, strict=True))
+    yield {"choices": [], "usage": usage(prompt, count, cached, reasoning)}
 
 
-async def whole(head, chunks):
-    """Yields one answer of all chunks."""
-    choices = {}
-    async for chunk in chunks:
-        for choice in chunk.pop("choices"):
-            merge(choices, {choice["index"]: choice})
-        head |= chunk
-    for choice in choices.values():
-        if delta := choice.pop("delta", None):
-            choice["message"] = {"content": None} | delta
-            for call in delta.get("tool_calls", ()):
-                del call["index"]
-    yield dumps(head | {"choices": [choices[index] for index in sorted(choices)]})
+def answer(
+    writer: ChunkWriter | ResponseWriter, body: Json, chunks: AsyncIterator[Json]
+) -> Response:
+    """Returns the response of the chunks, at once or as a stream."""
+    parts = writer.stream(chunks) if body["stream"] else writer.whole(chunks)
+    parts = until_error(parts, writer.failed)
+    media = "text/event-stream" if body["stream"] else JSON
+    return Parts(parts, media_type=media, background=BackgroundTask(chunks.aclose))
 
 
-async def events(head, chunks, options):
-    """Yields the chunks as server-sent events; an error after the first ends them."""
-    begin, end, begun = dumps(head)[:-1], b"[DONE]", False
+async def until_error(parts, failed):
+    """Yields the parts of an answer; for an error after the first, what `failed` makes of it."""
+    begun = False
     try:
-        async for chunk in chunks:
-            if options.get("include_usage") or "usage" not in chunk:
-                begun = True
-                yield b"data: %b,%b\n\n" % (begin, dumps(chunk)[1:])
+        async for part in parts:
+            begun = True
+            yield part
     except Exception as error:
         if not begun:
             raise
         if not isinstance(error, REFUSED):
             logging.exception("an answer failed")
-        end = refuse(None, error).body
-    yield b"data: %b\n\n" % end
+        _, problem = problem_of(error)
+        yield failed(problem)
 
 
-def refuse(request: Any, error: Exception) -> Response:
-    """Returns the response for an exception, in OpenAI's form. A message begins with its field."""
+def problem_of(error):
+    """Returns the status for an exception, and OpenAI's form of it."""
     status, message = getattr(error, "status_code", 500), getattr(error, "detail", "internal error")
     if isinstance(error, UserError):
         status, message = 400, str(error)
@@ -291,13 +329,19 @@ def refuse(request: Any, error: Exception) -> Response:
         status, message = 504, "the request took too long"
     field = re.match(r"[\w.[\]]+(?=: )", message)  # a message begins with it
     kind = "invalid_request_error" if status < 500 else "server_error"
-    detail = {"message": message, "type": kind, "param": field and field[0], "code": None}
-    return JSONResponse({"error": detail}, status)
+    return status, {"message": message, "type": kind, "param": field and field[0], "code": None}
+
+
+def refuse(request: Any, error: Exception) -> Response:
+    """Returns the response for an exception."""
+    status, problem = problem_of(error)
+    return JSONResponse({"error": problem}, status)
 
 
 def serve_http(server: Server, port: int) -> None:
     """Listens until SIGTERM or SIGINT. UserError if it cannot."""
     listening = listen(server.host, port)
     place = address(listening)
-    print(f"{' and '.join(server.models)} at {place}/v1, the page at {place}/", flush=True)
+    more = f", MCP at {place}/mcp" if "/mcp" in server.paths else ""
+    print(f"{' and '.join(server.models)} at {place}/v1, the page at {place}/{more}", flush=True)
     serve(server, listening)

@@ -15,7 +15,7 @@ from nanorchestra.engine.sequence import Completion, OnToken, SamplingParams
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import Price, stricter, words_and_vector
 from nanorchestra.schemas import Json, check
-from nanorchestra.serving.protocol import OPENAPI, SAMPLING, usage
+from nanorchestra.serving.protocol import OPENAPI, SAMPLING, reasoning_tokens, usage
 from nanorchestra.serving.service import REQUEST_S, Service
 
 # Of a question, a preference in words and as a vector, and a seed.
@@ -76,7 +76,9 @@ async def orchestrated(
         reason = "stop" if t.status == "answered" else "length"
         yield _chunk(delta, reason, turns=[asdict(turn) for turn in t.turns], **report)
         sampled = sum(t.sampled)
-        yield {"choices": [], "usage": usage(len(t.ids) - sampled, sampled)}
+        parts = (t.ids[turn.start : turn.end] for turn in t.turns)
+        reasoning = sum(reasoning_tokens(rollout.tokenizer, part) for part in parts)
+        yield {"choices": [], "usage": usage(len(t.ids) - sampled, sampled, 0, reasoning)}
     finally:
         task.cancel()
 

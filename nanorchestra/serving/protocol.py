@@ -16,7 +16,7 @@ from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
 from nanorchestra.model import chat
-from nanorchestra.model.parser import CALL, CALL_END
+from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.schemas import Json, levels, schema_error
 
@@ -32,13 +32,25 @@ def read_body(raw: bytes, name: str, defaults: Json) -> Json:
     """Returns a body of the form `name` in openapi.json, completed by defaults. UserError.
 
     The defaults of openapi.json go before `defaults`. The body has the fields of that form alone.
-    Content is text, `stop` a list, an integer an int, and `tools` are those that may be called.
     """
+    return completed(checked(parsed(raw), name), defaults)
+
+
+def parsed(raw: bytes) -> Any:
+    """Returns the JSON of a body. UserError if it is none: NaN, infinity, half a surrogate pair."""
     try:
         body = json.loads(raw.decode())
-        dumps(body, "strict")  # refuses what is no JSON: NaN, infinity, half a surrogate pair
+        dumps(body, "strict")
     except (ValueError, RecursionError) as error:
         raise UserError(f"body: not JSON: {str(error)[:200]}") from None
+    return body
+
+
+def checked(body: Any, name: str) -> Json:
+    """Returns the fields of the form `name` in openapi.json, with its defaults. UserError.
+
+    A field that is null is left out, and an integer is an int.
+    """
     if isinstance(body, dict):
         body = {key: value for key, value in body.items() if value is not None}
     forms = OPENAPI["components"]
@@ -55,7 +67,15 @@ def read_body(raw: bytes, name: str, defaults: Json) -> Json:
         if isinstance(value, float) and properties[key].get("type") == "integer":
             body[key] = int(value)  # 1.0 is an integer in JSON
     own = {key: field["default"] for key, field in properties.items() if "default" in field}
-    body = defaults | own | body
+    return own | body
+
+
+def completed(body: Json, defaults: Json) -> Json:
+    """Returns a checked body of a chat or a completion in one form, with `defaults`.
+
+    Content is text, `stop` a list, and `tools` are those that may be called.
+    """
+    body = defaults | body
     if isinstance(body["stop"], str):
         body["stop"] = [body["stop"]]
     for message in body.get("messages", ()):
@@ -146,8 +166,9 @@ class Choice:
         self._held = ""  # content that may begin a stop
         self._is_chat = "messages" in self.body
         self._many = self.body.get("parallel_tool_calls", True)
-        thinks = chat.opens_thinking(self.tokenizer, self.prompt)
-        self._stream = TurnStream(self.tokenizer, bool(self.body["tools"]), self._is_chat, thinks)
+        self._thinks = chat.opens_thinking(self.tokenizer, self.prompt)
+        has_tools = bool(self.body["tools"])
+        self._stream = TurnStream(self.tokenizer, has_tools, self._is_chat, self._thinks)
 
     def feed(self, request: Request, ended: str | None) -> Json | None:
         """Returns the chunk of what is new, None if nothing is; `ended`: why nothing follows."""
@@ -180,6 +201,13 @@ class Choice:
         if self.body["return_token_ids"]:
             chunk["token_ids"] = ids[new]
         return chunk
+
+    def reasoning(self, request: Request) -> int:
+        """Returns how many of its ids are reasoning."""
+        if not self._is_chat:
+            return 0
+        ids = request.ids[request.prompt_tokens :][: self.count]
+        return reasoning_tokens(self.tokenizer, ids, self._thinks)
 
     def _take(self, delta, parts, final=False):
         """Adds the parts of a turn to the delta: content up to the first stop."""
@@ -241,11 +269,30 @@ def merge(whole: Json, chunk: Json) -> None:
             whole[key] = old + value if old and isinstance(value, str | list) else value
 
 
-def usage(prompt: int, sampled: int, cached: int = 0) -> Json:
+def usage(prompt: int, sampled: int, cached: int = 0, reasoning: int = 0) -> Json:
     """Returns OpenAI's count of tokens."""
     counts = {"prompt_tokens": prompt, "completion_tokens": sampled}
-    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    details = {
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+    }
     return counts | {"total_tokens": prompt + sampled} | details
+
+
+def reasoning_tokens(tokenizer: Tokenizer, ids: Sequence[int], thinks: bool = False) -> int:
+    """Returns how many ids of a turn are its reasoning, tags included: those up to </think>.
+
+    With `thinks` the turn begins within it.
+    """
+    text = tokenizer.text_bytes(ids)
+    if not thinks and not text.lstrip().startswith(THINK.encode()):
+        return 0
+    before, end, _ = text.partition(THINK_END.encode())
+    left, count = len(before) + len(end), 0
+    while left > 0:
+        left -= len(tokenizer.text_bytes(ids[count : count + 1]))
+        count += 1
+    return count
 
 
 def dumps(value: Any, errors: str = "replace") -> bytes:

@@ -35,7 +35,14 @@ from mcp.shared.message import SessionMessage
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
-from nanorchestra.schemas import Json, argument_error, levels, schema_fault, whole_characters
+from nanorchestra.schemas import (
+    MOST_DEPTH,
+    Json,
+    argument_error,
+    levels,
+    schema_fault,
+    whole_characters,
+)
 from nanorchestra.tools.http import (
     CONNECT_S,
     MOST_BYTES,
@@ -45,6 +52,7 @@ from nanorchestra.tools.http import (
     secret,
     trusted,
 )
+from nanorchestra.tools.spending import Spending
 
 START_S = 60.0  # for a server to start and to list its tools; npx and uvx may install it first
 PROBE_S = 5.0  # for a server to list its tools again, after an error
@@ -85,6 +93,7 @@ class McpTool:
     latency_s: float | None = None
     timeout_s: float = 60.0
     result_words: int = RESULT_WORDS
+    spending: Spending = field(default_factory=Spending)  # for its recorded results
     kind, blocking = "mcp", True
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
@@ -98,6 +107,11 @@ class McpTool:
         costs nothing. An error that the tool reports is the policy's, as is a call that takes too
         long at a server that still answers.
         """
+        body = {"tool": self.remote, "arguments": arguments, "usd": self.usd_per_call}
+        request = {"url": f"mcp {self.server.name}", "body": body}
+        return self.spending.measured(request, lambda: self._ask(arguments))
+
+    def _ask(self, arguments) -> ToolResult:
         start = time.monotonic()
         try:
             text, error = self.server.call(self, arguments)
@@ -109,10 +123,11 @@ class McpTool:
         return ToolResult(text, self.usd_per_call, seconds, error=error)
 
 
-def open_servers(path: str, entries: list[Json]) -> list[McpTool]:
+def open_servers(path: str, entries: list[Json], spending: Spending) -> list[McpTool]:
     """Returns the tools of the entries of a catalogue, whose form is checked.
 
-    The servers start side by side; entries with the same server share it. UserError.
+    The servers start side by side; entries with the same server share it. `spending` has their
+    recorded results. UserError.
     """
     servers: dict[str, McpServer] = {}
     chosen = []
@@ -125,7 +140,11 @@ def open_servers(path: str, entries: list[Json]) -> list[McpTool]:
             servers[key] = McpServer(where=where, **own)
         chosen.append((servers[key], where, others))
     try:
-        return [tool for args in chosen for tool in _offered(*args[:2], **args[2])]
+        return [
+            tool
+            for server, where, others in chosen
+            for tool in _offered(server, where, spending=spending, **others)
+        ]
     except UserError:
         for server in servers.values():
             server.end()
@@ -192,6 +211,8 @@ def _schema_problem(schema: Json) -> str:
 
     No reference may lead out of the schema: following it would open an address.
     """
+    if any(depth > MOST_DEPTH for depth, _ in enumerate(levels(schema), 1)):
+        return f"it is nested deeper than {MOST_DEPTH} levels"
     size = len(json.dumps(schema))
     if size > MOST_SCHEMA:
         return f"it has {size:,} characters, {MOST_SCHEMA:,} at most"

@@ -9,8 +9,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
+import agents
 import openai
 import pytest
 
@@ -250,11 +252,9 @@ def test_calls_are_billed_and_run_side_by_side(ours, world):
     assert t.cost_usd == pytest.approx(calls_usd + own_usd) and calls_usd > 0
 
 
-async def with_the_agents_sdk(attempt):
-    """OpenAI's Agents SDK, which knows tools by its own classes."""
-    from agents import Agent, FunctionTool, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
-
-    set_tracing_disabled(True)
+async def with_the_agents_sdk(attempt, kind):
+    """OpenAI's Agents SDK, which knows tools by its own classes; its default asks /v1/responses."""
+    agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=attempt.base_url, api_key=attempt.api_key)
 
     def offered(tool):
@@ -265,7 +265,7 @@ async def with_the_agents_sdk(attempt):
             (result,) = await asyncio.to_thread(attempt.call, calls)
             return result["content"]
 
-        return FunctionTool(
+        return agents.FunctionTool(
             name=function["name"],
             description=function["description"],
             params_json_schema=function["parameters"],
@@ -273,20 +273,20 @@ async def with_the_agents_sdk(attempt):
             strict_json_schema=False,
         )
 
-    solver = Agent(
+    solver = agents.Agent(
         name="solver",
-        model=OpenAIChatCompletionsModel("policy", client),
+        model=getattr(agents, kind)("policy", openai_client=client),
         tools=[offered(tool) for tool in attempt.task["tools"]],
     )
-    result = await Runner.run(solver, attempt.task["messages"][0]["content"], max_turns=10)
+    result = await agents.Runner.run(solver, attempt.task["messages"][0]["content"], max_turns=10)
     return str(result.final_output)
 
 
-def test_openais_agents_sdk_plays_what_our_loop_plays(ours, world):
-    pytest.importorskip("agents")
+@pytest.mark.parametrize("kind", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
+def test_openais_agents_sdk_plays_what_our_loop_plays(ours, world, kind):
     seeds = [5, 6, 7, 8]
     expected = ours.run(environments(world, 4), seeds)
-    played = agent(ours, with_the_agents_sdk).run(environments(world, 4), seeds)
+    played = agent(ours, partial(with_the_agents_sdk, kind=kind)).run(environments(world, 4), seeds)
     assert [t.status for t in played] == ["answered"] * 4
     assert all(len(contexts(t)) == 1 for t in played)  # no id was tokenised again
     assert [t.answer for t in played] == [t.answer for t in expected]

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
+from scripted import ANSWER, call, echoing, play
 
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference
 from nanorchestra.tools import mcp as served
 from nanorchestra.tools.allowance import Allowance, RefusedError, within
+from nanorchestra.tools.replies import store_of
+from nanorchestra.tools.spending import Spending
 from tools import load_tools
 
 SERVER = """
@@ -32,6 +38,10 @@ if fault == "schemas":
     remote = {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:1/x"}}}
     circle = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}
     LIST |= {"remote": remote, "circle": circle, "old": SHAPE | {"items": [{}, 1]}}
+    deep = {"type": "object"}
+    for _ in range(40):
+        deep = {"type": "object", "properties": {"a": deep}}
+    LIST["deep"] = deep
 if fault == "noise":
     print("starting up", flush=True)
 async def listing(ctx, params):
@@ -53,13 +63,19 @@ async def call(ctx, params):
         file = t.EmbeddedResource(resource=t.TextResourceContents(uri="file:///b", text="in b"))
         image = t.ImageContent(data="QUFB", mime_type="image/png")
         return t.CallToolResult(content=[image, link, file])
+    if text == "headers":
+        text = ctx.request.headers.get("authorization") + " " + ctx.request.headers["x-mine"]
     if text == "env": text = " ".join(sorted(os.environ)) + " " + os.environ.get("MY_KEY", "")
     return t.CallToolResult(content=[t.TextContent(text=text)])
 server = Server("s", on_list_tools=listing, on_call_tool=call)
 async def main():
     async with stdio_server() as (r, w):
         await server.run(r, w, server.create_initialization_options())
-anyio.run(main)
+if fault == "address":
+    import uvicorn
+    uvicorn.run(server.streamable_http_app(), port=int(sys.argv[2]), log_level="error")
+else:
+    anyio.run(main)
 """
 
 
@@ -73,12 +89,12 @@ def load(tmp_path, monkeypatch):
     monkeypatch.setattr(served, "STOP_S", 0.3)
     made = []
 
-    def run(fault="", **settings):
+    def run(fault="", spending=None, **settings):
         command = [sys.executable, "server.py", *filter(None, [fault])]
         entry = {"kind": "mcp", "name": "s", "command": command} | settings
         entry = {name: value for name, value in entry.items() if value is not None}
         (tmp_path / "t.json").write_text(json.dumps([entry]))
-        tools = load_tools("t.json", None)
+        tools = load_tools("t.json", None, spending)
         made.extend(tools)
         return tools
 
@@ -110,6 +126,61 @@ def test_a_server_is_offered_with_price_and_latency_and_its_secrets_stay(load, m
     assert (result.content, result.error, result.infrastructure) == ("Error: no", True, False)
     with pytest.raises(RefusedError, match="forbids s"):
         within(tool, {"text": ""}, Allowance(preference=Preference(never=["s"])))
+
+
+def test_an_address_is_a_server(load, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "a-long-secret")
+    monkeypatch.setenv("MINE", "my header")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start = [sys.executable, "server.py", "address", str(port)]
+    settings = {
+        "command": None,
+        "url": f"http://127.0.0.1:{port}/mcp",
+        "key_variable": "MY_KEY",
+        "headers": {"X-Mine": "$MINE"},
+    }
+    with subprocess.Popen(start) as process:
+        while process.poll() is None:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.05)
+        (tool,) = load(usd_per_call=0.25, **settings)
+        result = tool.call({"text": "hello"})
+        assert (result.content, result.cost_usd, result.error) == ("hello", 0.25, False)
+        told = tool.call({"text": "headers"}).content
+        assert (
+            told.startswith("Bearer ") and "a-long-secret" not in told and "my header" not in told
+        )
+        result = tool.call({"text": "big"})
+        assert "more than 8 MiB" in result.content and result.infrastructure
+        assert tool.call({"text": "again"}).content == "again"
+        process.kill()
+    result = tool.call({"text": "hello"})
+    assert result.infrastructure and not result.cost_usd
+
+
+def test_a_policy_calls_a_server_in_an_attempt_that_is_recorded_and_replayed(
+    load, nano_tokenizer, tmp_path
+):
+    script = [call("hi", "s_echo"), ANSWER]
+    bad = [call("bad", "s_echo"), ANSWER]
+    attempts = []
+    for word in ("record", "replay"):
+        spending = Spending(replies=store_of(f"{word}:{tmp_path / 'kept'}", "--experts"))
+        (tool,) = load(spending=spending, usd_per_call=0.25)
+        if word == "replay":
+            tool.server.call = None  # nobody is asked
+        envs = [echoing(tool, number) for number in range(2)]
+        attempts.append(play(nano_tokenizer, script, bad, envs=envs)[0])
+        assert not spending.broken and not spending.spent
+    recorded, replayed = attempts
+    assert recorded == replayed
+    good, wrong = recorded
+    assert good.calls == {"s_echo": 1} and good.status == wrong.status == "answered"
+    assert good.turns[0].results[0].content == "hi" and good.turns[0].results[0].latency_s > 0
+    assert good.cost_usd > 0.25 and good.answer == "42"
+    assert wrong.turns[0].results[0].content == "Error: no"
 
 
 def test_names_are_unique_and_valid(load):
@@ -153,7 +224,8 @@ def test_a_schema_that_is_not_served_is_left_out_or_refused(load, capsys):
     served.TOLD.clear()
     assert [tool.name for tool in load("schemas")] == ["s_echo"]
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 3 and all("is not served" in line for line in told)
+    assert len(told) == 4 and all("is not served" in line for line in told)
+    assert "deep is not served: it is nested deeper than 64 levels" in told[3]
     with pytest.raises(UserError, match="remote is not served: .ref is 'http"):
         load("schemas", only=["remote"])
 

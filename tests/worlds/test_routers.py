@@ -16,6 +16,7 @@ from worlds.load import open_world
 from worlds.metrics import interval, score, summarise
 from worlds.miniature.offers import expected_cost, fits, is_expert, skill
 from worlds.routers import MINIATURE, expected_rewards, routers_of, use_until_sure
+from worlds.skill_table import skill_table
 
 
 @pytest.fixture
@@ -99,14 +100,30 @@ def test_the_expected_reward_of_a_plan_is_the_mean_over_many_attempts(open_minia
 
 def test_what_each_router_knows_shows_in_its_reward(open_miniature):
     summaries = played(open_miniature(1), 500)
-    assert list(summaries) == ["strongest", "cascade", "blind", "informed", "perfect"]
+    tables = ["table-50", "table-500", "table-2000"]
+    assert list(summaries) == ["strongest", "cascade", *tables, "blind", "informed", "perfect"]
     reward = {name: summary["reward"] for name, summary in summaries.items()}
     assert reward["perfect"] > reward["informed"] > reward["blind"] + 0.01
     assert reward["blind"] > max(reward["strongest"], reward["cascade"]) + 0.2
-    for name in ("blind", "informed", "perfect"):
+    assert max(reward["strongest"], reward["cascade"]) + 0.1 < reward["table-50"]
+    assert reward["table-50"] < reward["table-500"] < reward["informed"] + 0.02
+    for name in (*tables, "blind", "informed", "perfect"):
         assert not summaries[name]["avoided_rate"], name
     assert summaries["strongest"]["avoided_rate"] > 0.0
     assert summaries["cascade"]["cost_usd"] < summaries["strongest"]["cost_usd"]
+
+
+def test_a_table_of_single_calls_comes_near_the_skills():
+    errors = {}
+    for calls in (50, 500, 5000):
+        table = skill_table(calls)
+        gaps = [
+            abs(table[what, subject, level].right - skill(what, subject, level).right)
+            for what, subject, level in table
+            if subject
+        ]
+        errors[calls] = fmean(gaps)
+    assert errors[50] > errors[500] > 2 * errors[5000] > 0
 
 
 def test_the_routers_of_any_world(tmp_path, sandbox):
