@@ -62,7 +62,7 @@ def files(*outside):
     return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in wanted}
 
 
-FILES = files("tests/", "benchmarks/")
+FILES = files("tests/", "benchmarks/", "examples/")  # examples are programs of others
 
 
 def imports(tree):

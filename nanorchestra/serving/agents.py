@@ -126,7 +126,7 @@ class Agent(Protocol):
 
 
 @dataclass(frozen=True)
-class Function:
+class AgentFunction:
     """A function, or coroutine function, of an AttemptHandle, in a thread of its own.
 
     It returns a reward from 0 to 1, an answer, or None.
@@ -155,7 +155,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Program:
+class AgentProgram:
     """A program, one process for each attempt.
 
     It finds the policy by OPENAI_BASE_URL and OPENAI_API_KEY, the attempt by
@@ -232,7 +232,7 @@ def load_agent(text: str) -> Agent:
         except ValueError as error:
             raise UserError(f"task.agent: {text!r}: {error}") from None
         require(command, "task.agent: no command; give one, or FILE.py:FUNCTION")
-        return Program(command)
+        return AgentProgram(command)
     path = Path(file).resolve()
     require(path.is_file(), f"task.agent: {file}: no such file")
     if str(path.parent) not in sys.path:
@@ -247,7 +247,7 @@ def load_agent(text: str) -> Agent:
         raise UserError(f"task.agent: {file}: {text}") from None
     function = getattr(module, name, None)
     require(callable(function), f"task.agent: {file}: it has no function {name!r}")
-    return Function(f"{path.name}:{name}", function)
+    return AgentFunction(f"{path.name}:{name}", function)
 
 
 def played_by(agent: str, rollout: Rollout, timeout_s: float) -> "AgentRollout":

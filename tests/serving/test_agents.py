@@ -20,7 +20,7 @@ import train
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
-from nanorchestra.serving.agents import AgentRollout, Function, load_agent, played_by
+from nanorchestra.serving.agents import AgentFunction, AgentRollout, load_agent, played_by
 from nanorchestra.training.samples import as_group, rewritten_share
 from nanorchestra.training.trajectories import check_row, contexts, to_row
 from worlds.agent_tasks import AgentTasks
@@ -48,7 +48,7 @@ def environments(world, count=COUNT):
 def agent(ours, function, timeout_s=60.0):
     """Our rollout, played by a function of an attempt."""
     rollout = played_by("true", ours, timeout_s)
-    rollout.agent = Function("test", function)
+    rollout.agent = AgentFunction("test", function)
     return rollout
 
 
