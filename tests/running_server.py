@@ -17,7 +17,10 @@ from nanorchestra.records import Preference, Task
 from nanorchestra.serving.http import Server
 
 CALL = '<tool_call>\n{"name": "echo", "arguments": {"text": "hi"}}\n</tool_call>'
+LOOK = '<tool_call>\n{{"name": "look", "arguments": {{"at": "{}"}}}}\n</tool_call>'
+LOOKS = f"{LOOK.format('left')}\n{CALL}\n{LOOK.format('right')}"
 SCRIPT = {
+    "look": f"<think>\nhmm\n</think>\n\n{LOOKS}<|im_end|>",
     "say": "<think>\nhmm\n</think>\n\nAnswer: fourty-two, or so.<|im_end|>",
     "call": f"<think>\nhmm\n</think>\n\n{CALL}\n{CALL}<|im_end|>",
     "ask": f"<think>\nhmm\n</think>\n\n{CALL}<|im_end|>",

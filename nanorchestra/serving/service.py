@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.exceptions import HTTPException
 
@@ -39,6 +40,7 @@ class Service:
         self.aborted = 500, "the engine failed"  # the status and the reason of an abort
         self.live: dict[Request, Reader] = {}
         self.jobs = queue.SimpleQueue()  # (call, request) for the thread; None ends it
+        self.waiting: dict[str, Any] = {}  # attempts that wait for their client's tools, by call
         self.seconds = Counter()  # sums and counts of durations
         threading.Thread(target=self._work, daemon=True).start()
 

@@ -315,9 +315,9 @@ REFUSED = {
     ),
     "a temperature": ({"temperature": 9}, "temperature", "9 is greater than the maximum"),
     "tools of the loop's client": (
-        {"model": "nano+tools", "tools": [TOOL]},
+        {"model": "nano+tools", "tools": [TOOL], "tool_choice": "required"},
         None,
-        "+tools: tools: ",
+        "+tools: tool_choice: ",
     ),
 }
 
