@@ -15,6 +15,7 @@ from pathlib import Path
 import agents
 import openai
 import pytest
+from openai_server import openai_server, said
 
 import train
 from nanorchestra.agent.load import NANO, load_rollout
@@ -343,3 +344,24 @@ def test_a_program_that_does_not_exist_is_a_failure(ours, world):
     assert isinstance(rollout, AgentRollout)
     (t,) = rollout.run(environments(world, 1), [1])
     assert "no-such-program: No such file" in t.failure
+
+
+def test_tau2_benchs_own_agent_plays_its_mock_domain(ours):
+    """Its LLMAgent, by litellm; a user who ends the conversation after a reply."""
+    pytest.importorskip("tau2")
+    with openai_server() as users, pytest.MonkeyPatch.context() as environment:
+        users.answer = lambda body: (
+            said("Add a task." if len(body["messages"]) < 6 else "###STOP###") | {"model": "user"}
+        )
+        arguments = {"api_base": users.url, "api_key": "none"}
+        environment.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        environment.setenv("TAU2_USER", "openai/user")
+        environment.setenv("TAU2_USER_ARGS", json.dumps(arguments))
+        world = AgentTasks("agent:x", 0)
+        tasks = [world.task("train", index) for index in range(4)]
+        file = EXAMPLE.with_name("tau2_agent.py")
+        rollout = played_by(f"{file}:play", ours, 120.0)
+        played = rollout.run([world.environment(task, 0) for task in tasks], [1, 2, 3, 4])
+    assert [t.status for t in played] == ["answered"] * 4, [t.failure for t in played]
+    assert all(0 <= t.outcome <= 1 and len(contexts(t)) == 1 for t in played)
+    assert max(len(t.turns) for t in played) > 1
