@@ -82,7 +82,8 @@ def _messages(request) -> list[Json]:
             messages.append({"role": item["role"], "content": _text(item["content"])})
         elif kind == "function_call_output":
             call = item["call_id"]
-            require(call in calls, f"input[{i}].call_id: no function_call before it has {call!r}")
+            problem = f"no function_call before it has {call[:80]!r}"
+            require(call in calls, f"input[{i}].call_id: {problem}")
             message = {"role": "tool", "tool_call_id": call, "content": _text(item["output"])}
             messages.append(message)
         elif kind == "item_reference":
@@ -136,7 +137,7 @@ def _text(content) -> str:
 def _function(i, tool) -> Json:
     """Returns a tool in the form of a chat."""
     kind = tool["type"]
-    require(kind == "function", f"tools[{i}].type: {kind!r} is not served: only functions are")
+    require(kind == "function", f"tools[{i}].type: {kind[:80]!r} is not served: only functions are")
     function = _given(tool, "name", "description", "parameters", "strict")
     return {"type": "function", "function": function}
 

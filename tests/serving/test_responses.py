@@ -359,6 +359,14 @@ def test_an_error_in_a_stream_is_its_last_event(running, client, monkeypatch):
         ask(client, "babble")
 
 
+@pytest.mark.parametrize("model", ["nano", "nano+tools"])
+def test_a_client_that_leaves_a_stream_ends_it(running, model):
+    body = {"model": model, "input": "babble", "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", running.base + PATH, json=body, timeout=30) as answer:
+        assert next(answer.iter_lines()) == "event: response.created"
+    running.assert_idle()
+
+
 def test_the_loop_of_the_server_is_a_response(client, running):
     before = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello"}]
     asked = {"input": [*before, {"role": "user", "content": "!ask"}]}
