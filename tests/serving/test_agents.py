@@ -102,36 +102,52 @@ def test_what_an_agent_rewrites_is_another_sample_of_the_same_trajectory(ours, w
     def play(attempt):
         first = ask(attempt, attempt.task["messages"]).model_dump(exclude_none=True)
         again = [*attempt.task["messages"], first, {"role": "user", "content": "sure?"}]
-        ask(attempt, again)
-        again[-1]["content"] = "really?"  # what was said is now another
+        second = ask(attempt, again).model_dump(exclude_none=True)
+        longer = [*again, second, {"role": "user", "content": "more"}]
+        longer[0] = longer[0] | {"content": "another question"}  # what was said is now another
+        ask(attempt, longer)
         ask(attempt, again)
         ask(attempt, again, tools=[])
-        ask(attempt, [*again, {"role": "user", "content": "more"}], tools=[])
+        ask(attempt, [{"role": "user", "content": "hello"}], tools=[])
+        ask(attempt, [{"role": "user", "content": "hello"}], tools=[])
         return 0.25
 
     t = one(ours, world, play)
-    assert (t.status, t.outcome, len(t.turns)) == ("answered", 0.25, 5)
+    assert (t.status, t.outcome, len(t.turns)) == ("answered", 0.25, 7)
     places = contexts(t)
-    assert len(places) == 4  # the first goes on once, then three times other prompts
-    assert rewritten_share([t]) == 3 / 4
+    assert len(places) == 6  # the first goes on once, then five times other prompts
+    assert rewritten_share([t]) == 5 / 6
     group = as_group([t])
     assert [len(sample.ids) for sample in group.samples] == [end - b for b, _, end in places]
-    assert len({tuple(t.ids[turn.start : turn.end]) for turn in t.turns}) > 2  # other noise
+    *_, one_more, last = t.turns  # of the same prompt, with other noise
+    assert t.ids[one_more.start : one_more.end] != t.ids[last.start : last.end]
 
 
 def test_a_cut_turn_goes_on_and_a_stop_begins_anew(ours, world):
+    digits = list("0123456789")
+
     def play(attempt):
         messages = list(attempt.task["messages"])
-        for settings in ({"max_tokens": 3}, {"stop": ["."]}, {}):
-            said = ask(attempt, messages, **settings).model_dump(exclude_none=True)
-            messages += [said, {"role": "user", "content": "go on"}]
+        said = ask(attempt, messages, max_tokens=3)
+        messages += [said.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
+        ask(attempt, messages)
+        messages = list(attempt.task["messages"])
+        while (said := ask(attempt, messages, stop=digits)).tool_calls:
+            messages.append(said.model_dump(exclude_none=True))
+            calls = [{"name": c.function.name, "arguments": {}} for c in said.tool_calls]
+            for call, result in zip(said.tool_calls, attempt.call(calls), strict=True):
+                content = result["content"]
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        messages += [said.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
+        ask(attempt, messages)
         return 1
 
     t = one(ours, world, play)
-    cut = t.turns[0]
+    cut, second, *_, stopped, last = t.turns
     end = ours.tokenizer.token_id("<|im_end|>")
     assert cut.end - cut.start == 3 and t.ids[cut.end] == end and not t.sampled[cut.end]
-    assert t.turns[1].context == 0
+    assert second.context == 0 and stopped.context > 0
+    assert last.context == stopped.end  # the agent has not seen all that was sampled
 
 
 def test_a_stream_has_the_same_ids_and_usage(ours, world):
