@@ -293,6 +293,7 @@ class AgentAttempt(Attempt):
         self.prompts = 0  # sessions begun
         self.cut = ""  # the status, once a limit or the infrastructure has ended the attempt
         self.report: Json = {}
+        self.settled: Turn | None = None  # the last turn whose own calls were counted
         self.asking, self.calling = asyncio.Lock(), asyncio.Lock()
 
     async def _play(self) -> str:
@@ -500,8 +501,6 @@ class AgentAttempt(Attempt):
             self.settled = turns[-1]
             for call in turns[-1].calls:
                 self.trajectory.calls[call.name] = self.trajectory.calls.get(call.name, 0) + 1
-
-    settled: Turn | None = None
 
 
 async def _chunks(*chunks):
