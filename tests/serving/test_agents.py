@@ -22,7 +22,7 @@ from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
 from nanorchestra.serving.agents import AgentFunction, AgentRollout, load_agent, played_by
-from nanorchestra.training.samples import as_group, rewritten_share
+from nanorchestra.training.samples import as_group, gave_answer, rewritten_share
 from nanorchestra.training.trajectories import check_row, contexts, to_row
 from worlds.agent_tasks import AgentTasks
 from worlds.miniature.world import Miniature
@@ -163,6 +163,15 @@ def test_a_stream_has_the_same_ids_and_usage(ours, world):
     t = one(ours, world, play)
     assert seen[-1].usage.completion_tokens == sum(t.sampled)
     assert seen[-1].usage.prompt_tokens == t.prompt_length
+
+
+def test_a_reward_without_a_word_is_an_attempt_to_learn_from(ours, world):
+    def play(attempt):
+        ask(attempt, attempt.task["messages"], max_tokens=2)
+        return 1.0
+
+    t = one(ours, world, play)
+    assert gave_answer(t) and t.outcome == 1 and t.answer == "reward 1.0"
 
 
 def broken(attempt):
