@@ -59,10 +59,11 @@ def summarise(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Json:
     infrastructure failed, and `failure` says what the first one met. UserError if all failed.
     """
     pairs = finished(zip(tasks, attempts, strict=True))
+    failures = [attempt.failure for attempt in attempts if attempt.failure]
     require(
         pairs,
-        f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure; "
-        "see that the tools and endpoints answer",
+        f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure, "
+        f"repeated ones too; the first: {''.join(failures[:1])[:FAILURE_CHARS]}",
     )
     rows = [_held_out_figures(task, attempt) for task, attempt in pairs]
     means = _means(rows)
@@ -80,7 +81,6 @@ def summarise(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Json:
         successes.append((round(row["accuracy"] * attempts_at[task_id]), attempts_at[task_id]))
     most_attempts = max(attempts_at.values())
 
-    failures = [attempt.failure for attempt in attempts if attempt.failure]
     return {
         "tasks": len({task.id for task in tasks}),
         "attempts": len(tasks),

@@ -169,10 +169,15 @@ def table(policies: dict[str, Json]) -> str:
     for name, scores in policies.items():
         rows.append([label(name), *(_cell(scores, key) for key in columns)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
+    lines = [
         "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
         for name, *cells in rows
-    )
+    ]
+    for name, scores in policies.items():
+        if scores.get("failed"):
+            failed = f"{scores['failed']} of {scores['attempts']} attempts"
+            lines.append(f"{label(name)}: {failed} failed, and are in no mean: {scores['failure']}")
+    return "\n".join(lines)
 
 
 def _cell(scores, key):

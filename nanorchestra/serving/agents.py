@@ -25,6 +25,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -129,7 +130,8 @@ class Agent(Protocol):
 class AgentFunction:
     """A function, or coroutine function, of an AttemptHandle, in a thread of its own.
 
-    It returns a reward from 0 to 1, an answer, or None.
+    It returns a reward from 0 to 1, an answer, one of these as {"reward": ...} or
+    {"answer": ...}, or None.
     """
 
     name: str
@@ -148,10 +150,13 @@ class AgentFunction:
             raise
         except (Exception, SystemExit) as error:
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            raise AgentFailure(f"{self.name}: {text}"[:500]) from None
-        if said is None:
-            return {}
-        return {"answer": said} if isinstance(said, str) else {"reward": said}
+            file, lines = self.name.partition(":")[0], []
+            for frame in traceback.extract_tb(error.__traceback__):
+                if Path(frame.filename).name == file:
+                    lines.append(frame.lineno)
+            line = f", line {lines[-1]}" if lines else ""
+            raise AgentFailure(f"{self.name}{line}: {text}"[:500]) from None
+        return _report_of(said)
 
 
 @dataclass(frozen=True)
@@ -193,14 +198,24 @@ class AgentProgram:
                 await _stop(process)
             if status:
                 said = stderr.strip().splitlines()[-1:] or ["it wrote nothing to stderr"]
-                raise AgentFailure(f"{self.command[0]} ended with status {status}: {said[0]}"[:500])
+                command = shlex.join(self.command)
+                raise AgentFailure(f"{command} ended with status {status}: {said[0]}"[:500])
             if not file.exists():
                 return {}
             try:
                 said = json.loads(file.read_text())
             except ValueError as error:
                 raise AgentFailure(f"{file.name}: not JSON: {error}"[:200]) from None
-            return said if isinstance(said, dict) else {"reward": said}
+            return _report_of(said)
+
+
+def _report_of(said: Any) -> Json:
+    """Returns what an agent said of its attempt as {"reward": ...}, {"answer": ...} or {}."""
+    if isinstance(said, dict):
+        return said
+    if said is None:
+        return {}
+    return {"answer": said} if isinstance(said, str) else {"reward": said}
 
 
 async def _last_of(stream) -> str:
@@ -344,7 +359,8 @@ class AgentAttempt(Attempt):
     def take(self, report: Json) -> None:
         """Takes the agent's report. HTTPException for one that is none."""
         reward, answer = report.get("reward"), report.get("answer")
-        is_reward = isinstance(reward, int | float) and 0 <= reward <= 1
+        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+        is_reward = is_number and 0 <= reward <= 1
         if not (is_reward or isinstance(answer, str) and reward is None):
             right = '{"reward": a number from 0 to 1} or {"answer": a text}'
             raise HTTPException(400, f"reward: {json.dumps(report)[:80]} must be {right}")

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -443,7 +444,9 @@ class McpConnection:
         for variable in self.server.env:
             if variable in os.environ:
                 environment[variable] = os.environ[variable]
-        pipe, command = asyncio.subprocess.PIPE, self.server.command
+        pipe, (program, *rest) = asyncio.subprocess.PIPE, self.server.command
+        beside = os.path.dirname(sys.executable)  # where pip puts the scripts of packages
+        command = [shutil.which(program) or shutil.which(program, path=beside) or program, *rest]
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -456,7 +459,7 @@ class McpConnection:
             )
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ServerFailure(f"cannot start {command[0][:80]!r}: {reason}") from None
+            raise ServerFailure(f"cannot start {program[:80]!r}: {reason}") from None
         PROCESSES.add(process.pid)
         to_session, from_server = anyio.create_memory_object_stream(0)
         from_session, to_server = anyio.create_memory_object_stream(0)

@@ -22,6 +22,7 @@ from scripted import call, execute
 import train
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
+from nanorchestra.agent.world import demonstrates
 from nanorchestra.config import TaskSection
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
@@ -325,17 +326,19 @@ def test_rows_that_state_calls_demonstrate_them_with_real_tools(world):
     assert min(asked["python"], asked["middle"]) > 5
 
 
-def test_rows_whose_calls_do_not_lead_to_the_answer_teach_nothing(world):
+def test_rows_whose_calls_do_not_lead_to_the_answer_teach_nothing(world, capsys):
     wrong = {"calls": [{"tool": "python", "arguments": {"code": "print('no')"}}]}
     with pytest.raises(UserError, match="calls of .* rows lead to no result"):
         world([row | wrong for row in ROWS]).lesson(0)
     for calls, problem in (
-        ([{"tool": "perl"}], "tool is 'perl'; it must be one of python, strong, middle, quick"),
         ([{"tool": "python", "arguments": {"code": 3}}], "calls: python: code"),
         ([{"tool": "python"}], "calls: python: "),
     ):
         with pytest.raises(UserError, match=problem):
             world([*ROWS, {"question": "Which?", "answer": "x", "calls": calls}])
+    capsys.readouterr()
+    assert not demonstrates(world([row | {"calls": [{"tool": "perl"}]} for row in ROWS]))
+    assert "calls of tools that the catalogue lacks: perl (60 rows)" in capsys.readouterr().err
 
 
 @pytest.mark.slow
