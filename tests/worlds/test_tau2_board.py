@@ -1,0 +1,164 @@
+"""evaluate.py --world tau2:DOMAIN: tau2-bench plays, scores and accepts what it wrote."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from openai_server import openai_server, said
+
+import evaluate
+from nanorchestra.agent.load import NANO
+from worlds import tau2_board
+
+needs_tau2 = pytest.mark.skipif(
+    not (importlib.util.find_spec("tau2") and importlib.util.find_spec("litellm")),
+    reason="tau2-bench is not installed",
+)
+CREATE = ("create_task", json.dumps({"user_id": "user_1", "title": "Important Meeting"}))
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A written policy and a written user at one address; the arguments that name the user.
+
+    The policy creates the task of `create_task_1`, in the trials whose seeds are odd.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+
+    def answer(body):
+        about = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"]}
+        messages = body["messages"]
+        if body["model"] == "user":
+            done = "created" in str(messages[-1]["content"]) or len(messages) > 4
+            return said("###STOP###" if done else "Create it, please.") | about
+        made = any(message["role"] == "tool" for message in messages)
+        if body.get("seed", 0) % 2 and not made:
+            return said(None, [CREATE], "tool_calls") | about
+        return said("It is created.") | about
+
+    with openai_server() as server:
+        server.answer = answer
+        place = json.dumps({"api_base": server.url})
+        yield server, ["--user", "openai/user", "--user-args", place]
+
+
+def play(*options):
+    return evaluate.main(["--world", "tau2:mock", *options])
+
+
+def simulations(run):
+    return json.loads(Path(f"runs/{run}/policy-0/mock.json").read_text())["simulations"]
+
+
+@needs_tau2
+def test_figures_are_those_of_tau2_and_its_validator_accepts_the_file(models, capsys):
+    from tau2.data_model.simulation import Results
+    from tau2.metrics.agent_metrics import compute_metrics
+    from tau2.scripts.leaderboard import verify_trajectories as verify
+
+    server, user = models
+    policy = f"golden@{server.url}:input=1:output=10"
+    options = ["--policy", policy, *user, "--trials", "4", "--parallel", "8", "--seed", "5"]
+    assert play(*options) == 0
+
+    file = Path("runs/evaluation/policy-0/mock.json")
+    verify.verify_trajectories([str(file)], verify.VerificationMode.PUBLIC)  # exits if it refuses
+    results = Results.load(file)
+    (summary,) = json.loads(Path("runs/evaluation/summary.json").read_text())["worlds"][
+        "tau2:mock"
+    ].values()
+    theirs = compute_metrics(results)
+    right, attempts = Counter(), Counter()
+    for simulation in results.simulations:
+        right[simulation.task_id] += simulation.reward_info.reward == 1
+        attempts[simulation.task_id] += 1
+    assert set(attempts.values()) == {4} and len(attempts) == 10
+    seeds = {simulation.trial: simulation.seed for simulation in results.simulations}
+    odd = sum(seed % 2 for seed in seeds.values())
+    assert right["create_task_1"] == odd and 0 < odd < 4  # the seeds reach the policy
+    for k in range(1, 5):
+        mean, low, high = summary["pass_hat"][k - 1]
+        ours = [math.comb(right[task], k) / math.comb(4, k) for task in attempts]
+        assert mean == theirs.pass_hat_ks[k] == pytest.approx(sum(ours) / 10)
+        assert 0 <= low <= mean <= high <= 1
+    assert summary["pass_hat"][0][0] > summary["pass_hat"][3][0] > 0 == summary["failed"]
+    turns = [message for each in results.simulations for message in each.messages]
+    asked = [message for message in turns if message.role == "assistant" and message.usage]
+    per_turn = (10 * 1 + 5 * 10) / 1e6  # the usage that the server states, at the given price
+    assert summary["cost_usd"][0] == pytest.approx(per_turn * len(asked) / 40)
+    assert results.info.agent_info.llm == "hosted_vllm/golden" and results.info.seed == 5
+    assert server.url not in json.dumps(results.info.agent_info.llm_args)
+
+    # What was played is not played again; what is missing is, as after Ctrl-C.
+    asked = len(server.bodies)
+    shown = capsys.readouterr().out
+    assert play(*options) == 0 and len(server.bodies) == asked
+    assert capsys.readouterr().out == shown and "pass^4" in shown
+    content = json.loads(file.read_text())
+    content["simulations"] = content["simulations"][:-3]
+    file.write_text(json.dumps(content))
+    assert play(*options) == 0 and asked < len(server.bodies) < asked + 40
+    assert len(simulations("evaluation")) == 40
+    assert compute_metrics(Results.load(file)).pass_hat_ks == theirs.pass_hat_ks
+
+
+@needs_tau2
+def test_a_checkpoint_plays_through_an_endpoint_of_its_own(models, capsys):
+    """nano knows none of these tools, so nothing is right; equal seeds say the same."""
+    _, user = models
+    said_by = {}
+    for run in ("one", "two"):
+        policy = f"{NANO}:context_tokens=2048:temperature=1"
+        options = ["--policy", policy, *user, "--tasks", "2", "--parallel", "1", "--seed", "3"]
+        play(*options, "--run", run)
+        said_by[run] = [
+            [(message["role"], message["content"]) for message in each["messages"]]
+            for each in simulations(run)
+        ]
+    shown = capsys.readouterr()
+    assert said_by["one"] == said_by["two"]
+    assert any(said_by["one"]), shown
+    text = Path("runs/one/policy-0/mock.json").read_text()
+    info = json.loads(text)["info"]["agent_info"]
+    arguments = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 160}
+    assert info["implementation"] == "llm_agent" and info["llm"] == "hosted_vllm/nano"
+    assert info["llm_args"] == arguments
+
+
+@needs_tau2
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--world", "tau2:shop"], "--world tau2:shop: tau2-bench has no such domain, but"),
+        (["--world", "miniature"], "--world miniature: tau2:DOMAIN stands alone"),
+        (["--max-usd", "1"], "--max-usd: tau2-bench does not know it"),
+        (["--user", ""], "--user: tau2-bench's users need a model"),
+        (["--user", "hosted_vllm/a"], "--user hosted_vllm/a: the policy is asked so"),
+        (["--user-args", "{"], "--user-args: { must be a JSON object"),
+        (["--user-args", '{"api_key": "secret"}'], "--user-args: api_key would be recorded"),
+        (["--policy", f"{NANO}:none"], "none: with tau2-bench a change must be one of"),
+        (["--user", "nobody/none"], "--user nobody/none: litellm cannot ask it: BadRequestError"),
+    ],
+)
+def test_bad_input_is_one_line(models, capsys, options, says):
+    _, user = models
+    arguments = ["--world", "tau2:mock", "--policy", str(NANO), *user]
+    if options[0] == "--world":
+        options = ["--world", "tau2:mock", options[1]]
+    assert evaluate.main([*arguments, *options]) == 2
+    problem = capsys.readouterr().err.splitlines()[-1]
+    assert says in problem and "secret" not in problem
+
+
+def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "litellm", None)
+    assert evaluate.main(["--world", "tau2:mock", "--user", "a", "--policy", str(NANO)]) == 2
+    assert tau2_board.INSTALL in capsys.readouterr().err
