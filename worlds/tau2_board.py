@@ -203,7 +203,8 @@ def measure(results: Any, priced: bool) -> Json:
             failed.append(str((simulation.info or {}).get("error", "")))
             continue
         played.append(simulation)
-        costs[simulation.task_id].append(simulation.agent_cost or 0.0)
+        if simulation.agent_cost is not None:  # a conversation may begin with turns of no cost
+            costs[simulation.task_id].append(simulation.agent_cost)
         right += is_successful(simulation.reward_info.reward)
     # tau2-bench leaves the failed ones out itself, but with pandas 3 it stumbles over them.
     kept = results.model_copy(update={"simulations": played})
