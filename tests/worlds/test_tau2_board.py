@@ -141,14 +141,18 @@ def test_the_file_is_what_tau2_submit_accepts_and_the_figures_are_its_own(
 
 
 @needs_tau2
+@pytest.mark.slow
 def test_a_checkpoint_plays_through_an_endpoint_of_its_own(models, capsys):
-    """nano knows none of these tools, so nothing is right; equal seeds say the same."""
+    """nano knows none of these tools, so nothing is right; equal seeds say the same.
+
+    A turn without content or call is no turn for tau2-bench, which leaves such an attempt out.
+    """
     _, user = models
     said_by = {}
     for run in ("one", "two"):
         policy = f"{NANO}:context_tokens=2048:temperature=1"
         options = ["--world", "tau2:mock", "--policy", policy, *user, "--run", run]
-        evaluate.main([*options, "--tasks", "2", "--parallel", "1", "--seed", "3"])
+        status = evaluate.main([*options, "--tasks", "1", "--trials", "3", "--parallel", "1"])
         content = json.loads(Path(f"runs/{run}/policy-0/mock.json").read_text())
         said_by[run] = [
             [(message["role"], message["content"]) for message in each["messages"]]
@@ -156,11 +160,18 @@ def test_a_checkpoint_plays_through_an_endpoint_of_its_own(models, capsys):
         ]
     shown = capsys.readouterr()
     assert said_by["one"] == said_by["two"]
-    assert any(said_by["one"]), shown
+    assert max(len(messages) for messages in said_by["one"]) > 2, shown
     info = content["info"]["agent_info"]
-    arguments = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 160}
     assert info["implementation"] == "llm_agent" and info["llm"] == "hosted_vllm/nano"
-    assert info["llm_args"] == arguments
+    assert info["llm_args"] == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 160}
+    (summary,) = json.loads(Path("runs/two/summary.json").read_text())["worlds"][
+        "tau2:mock"
+    ].values()
+    reasons = [each["termination_reason"] for each in content["simulations"]]
+    assert summary["failed"] == reasons.count("infrastructure_error") == said_by["two"].count([])
+    assert summary["pass_1_with_failed"] == 0 < summary["cost_usd"][0]
+    assert status == 2 * (summary["failed"] > 0)  # one of three is more than one of four
+    assert ("which tau2-bench leaves out" in shown.out) == (summary["failed"] > 0)
 
 
 @needs_tau2
@@ -172,7 +183,7 @@ def test_a_checkpoint_plays_through_an_endpoint_of_its_own(models, capsys):
         (["--max-usd", "1"], "--max-usd: tau2-bench does not know it"),
         (["--user", ""], "--user: tau2-bench's users need a model"),
         (["--user", "hosted_vllm/a"], "--user hosted_vllm/a: the policy is asked so"),
-        (["--user-args", "{"], "--user-args: { must be a JSON object"),
+        (["--user-args", "{"], "--user-args must be a JSON object"),
         (["--user-args", '{"api_key": "secret"}'], "--user-args: api_key would be recorded"),
         (["--policy", f"{NANO}:none"], "none: with tau2-bench a change must be one of"),
         (["--user", "nobody/none"], "--user nobody/none: litellm cannot ask it: BadRequestError"),
