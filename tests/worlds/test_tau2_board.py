@@ -38,7 +38,7 @@ def models(tmp_path, monkeypatch):
         messages = body["messages"]
         if body["model"] == "user":
             done = "created" in str(messages[-1]["content"]) or len(messages) > 4
-            return said("###STOP###" if done else "Create it, please.") | about
+            return said("###STOP###" if done else "Add a task called Meeting for user_1.") | about
         made = any(message["role"] == "tool" for message in messages)
         if not made and "seed" in body:
             arguments = {"user_id": "user_1", "title": TITLES[body["seed"] % 2]}
@@ -152,7 +152,7 @@ def test_a_checkpoint_plays_through_an_endpoint_of_its_own(models, capsys):
     for run in ("one", "two"):
         policy = f"{NANO}:context_tokens=2048:temperature=1"
         options = ["--world", "tau2:mock", "--policy", policy, *user, "--run", run]
-        status = evaluate.main([*options, "--tasks", "1", "--trials", "3", "--parallel", "1"])
+        status = evaluate.main([*options, "--tasks", "1", "--trials", "2", "--parallel", "1"])
         content = json.loads(Path(f"runs/{run}/policy-0/mock.json").read_text())
         said_by[run] = [
             [(message["role"], message["content"]) for message in each["messages"]]
@@ -160,7 +160,6 @@ def test_a_checkpoint_plays_through_an_endpoint_of_its_own(models, capsys):
         ]
     shown = capsys.readouterr()
     assert said_by["one"] == said_by["two"]
-    assert max(len(messages) for messages in said_by["one"]) > 2, shown
     info = content["info"]["agent_info"]
     assert info["implementation"] == "llm_agent" and info["llm"] == "hosted_vllm/nano"
     assert info["llm_args"] == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 160}
@@ -169,8 +168,13 @@ def test_a_checkpoint_plays_through_an_endpoint_of_its_own(models, capsys):
     ].values()
     reasons = [each["termination_reason"] for each in content["simulations"]]
     assert summary["failed"] == reasons.count("infrastructure_error") == said_by["two"].count([])
-    assert summary["pass_1_with_failed"] == 0 < summary["cost_usd"][0]
-    assert status == 2 * (summary["failed"] > 0)  # one of three is more than one of four
+    if summary["failed"] < 2:
+        assert summary["pass_hat"][0][0] == 0 < summary["cost_usd"][0]
+        assert max(len(messages) for messages in said_by["two"]) > 2
+    else:  # it was asked, and thought until its tokens were spent
+        assert "AssistantMessage must have either content or tool_calls" in summary["failure"]
+    assert summary["pass_1_with_failed"] == 0
+    assert status == 2 * (summary["failed"] > 0)  # one of two is more than one of four
     assert ("which tau2-bench leaves out" in shown.out) == (summary["failed"] > 0)
 
 
