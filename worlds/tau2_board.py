@@ -35,7 +35,10 @@ PREFIX = "tau2:"
 # so that they stand in no trajectory.
 PROVIDER = "hosted_vllm"
 ADDRESS, KEY = "HOSTED_VLLM_API_BASE", "HOSTED_VLLM_API_KEY"
-APPLIED = ("turn_tokens", "context_tokens", *SAMPLING, *PRICE)  # changes of a policy that hold here
+APPLIED = {  # changes that hold here, by kind of policy
+    "checkpoint": ("turn_tokens", "context_tokens", *SAMPLING),
+    "endpoint": ("temperature", *PRICE),
+}
 STOP_S = 30.0  # that the endpoint may take to end
 INSTALL = (
     "needs tau2-bench 1.0.1: clone its repository, install what its pyproject.toml lists, and set "
@@ -135,8 +138,9 @@ def check_policies(policies: list[Policy]) -> None:
     """Raises UserError for a change that tau2-bench's agent would not know of."""
     for policy in policies:
         changes = [change.partition("=")[0] for change in CHANGE.split(policy.text)[1:]]
-        wrong = [change for change in changes if change not in APPLIED]
-        right = f"with tau2-bench a change must be one of {', '.join(APPLIED)}"
+        applied = APPLIED[policy.kind]
+        wrong = [change for change in changes if change not in applied]
+        right = f"with tau2-bench a change must be one of {', '.join(applied)}"
         require(not wrong, f"--policy {policy.text}: {', '.join(wrong)}: {right}")
 
 
@@ -183,7 +187,10 @@ def play(
             auto_resume=True,
             log_level="CRITICAL",  # what fails stands in the results
         )
-        results = run_tasks(config, domain.tasks, save_path=file, console_display=False)
+        try:
+            results = run_tasks(config, domain.tasks, save_path=file, console_display=False)
+        except ValueError as error:  # the tasks are others than those of the file
+            raise UserError(f"{file}: {' '.join(str(error).split())[:300]}") from None
     return measure(results, policy.priced)
 
 
@@ -267,20 +274,17 @@ def _with_interval(figures, factor, unit, decimals) -> str:
 @contextmanager
 def _asked(policy: Policy, parallel: int) -> Iterator[tuple[str, Json]]:
     """Yields litellm's name of the policy and its arguments, while it can be asked. UserError."""
-    sampling = {name: policy.settings[name] for name in SAMPLING if name in policy.settings}
-    arguments = {"temperature": sampling["temperature"]}
+    rollout = policy.load(Spending(), parallel)
+    arguments = {"temperature": policy.settings["temperature"]}
     if policy.kind == "endpoint":
         name, _, url = policy.base.partition("@")
-        price = None
-        if policy.priced:
-            price = Price(policy.settings["input"], policy.settings["output"])
         with _variables({ADDRESS: url, KEY: os.environ.get("OPENAI_API_KEY", "none")}):
-            model = _known(name, price)
+            model = _known(name, rollout.endpoint_price)
             _check_answers("--policy", model, arguments)
             yield model, arguments
         return
-    rollout = policy.load(Spending(), parallel)
     name = find(CHANGE.split(policy.text)[0]).title
+    sampling = {name: policy.settings[name] for name in SAMPLING}
     arguments |= {"top_p": sampling["top_p"], "max_tokens": policy.settings["turn_tokens"]}
     key = secrets.token_urlsafe(24)
     server = Server(rollout, name, OpenQuestions([]).open, sampling, key=key)
@@ -295,11 +299,11 @@ def _asked(policy: Policy, parallel: int) -> Iterator[tuple[str, Json]]:
         serving.join(STOP_S)
 
 
-def _known(name: str, price: Price | None) -> str:
-    """Returns litellm's name of a model, whose price it then knows; without one it is free."""
+def _known(name: str, price: Price) -> str:
+    """Returns litellm's name of a model, whose price it then knows."""
     import litellm
 
-    usd_in, usd_out = price or Price(0.0, 0.0)
+    usd_in, usd_out = price
     model = f"{PROVIDER}/{name}"
     about = {
         "litellm_provider": PROVIDER,
