@@ -47,7 +47,7 @@ INSTALL = (
 
 
 @dataclass(frozen=True)
-class Domain:
+class Tau2Domain:
     """A domain of tau2-bench, its tasks, and how banking_knowledge retrieves."""
 
     world: str
@@ -62,14 +62,14 @@ class Domain:
 
 
 @dataclass(frozen=True)
-class User:
+class Tau2User:
     """The model that plays users, as litellm names it, and its arguments."""
 
     model: str
     arguments: Json
 
 
-def open_domain(world: str, count: int) -> Domain:
+def open_domain(world: str, count: int) -> Tau2Domain:
     """Returns the domain of "tau2:DOMAIN" or "tau2:banking_knowledge:RETRIEVAL". UserError.
 
     It has the first `count` tasks of the split "base", which is that of the leaderboard.
@@ -108,10 +108,10 @@ def open_domain(world: str, count: int) -> Domain:
         f"--world {world}: tau2-bench has {judged} of its tasks judged by "
         f"{DEFAULT_LLM_NL_ASSERTIONS}, and {', '.join(missing)} is not set",
     )
-    return Domain(world, name, tasks, retrieval or None)
+    return Tau2Domain(world, name, tasks, retrieval or None)
 
 
-def user_of(model: str, arguments: str) -> User:
+def user_of(model: str, arguments: str) -> Tau2User:
     """Returns the user of --user and --user-args, JSON. UserError."""
     require(model, "--user: tau2-bench's users need a model, as litellm names it, such as gpt-4.1")
     require(
@@ -131,7 +131,7 @@ def user_of(model: str, arguments: str) -> User:
         "api_key" not in read,
         "--user-args: api_key would be recorded; litellm reads the key from the environment",
     )
-    return User(model, read)
+    return Tau2User(model, read)
 
 
 def check_policies(policies: list[Policy]) -> None:
@@ -145,9 +145,9 @@ def check_policies(policies: list[Policy]) -> None:
 
 
 def play(
-    domain: Domain,
+    domain: Tau2Domain,
     policy: Policy,
-    user: User,
+    user: Tau2User,
     file: Path,
     trials: int,
     parallel: int,
