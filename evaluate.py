@@ -5,6 +5,7 @@
     python evaluate.py --policy runs/a/model runs/a/model:turns={2,4,8} runs/a/model:none
     python evaluate.py --world questions:frames.jsonl --all --tools FILE --experts real \
         --judge judge --policy gpt-5@https://api.openai.com/v1 --max-usd 20
+    python evaluate.py --world tau2:retail --trials 4 --policy PATH --user gpt-4.1-2025-04-14
     python evaluate.py compare runs/A runs/B        two evaluations of the same tasks
 
 An evaluation is a directory runs/NAME: config.toml, the attempts as JSON Lines, summary.json,
@@ -52,6 +53,8 @@ from worlds.routers import routers_of
 
 RUNS = Path("runs")
 ROUTERS = "routers"  # all of a world, in --policy
+TAU2 = "tau2:"  # before a domain that tau2-bench's own package plays
+OURS = "tools", "judge", "preference", "experts", "max_usd"  # options that it does not know
 TRIAL = 7919  # between the seeds of two trials
 TASK = 1_000_003  # between the seeds of two evaluations' attempts
 FAILING = 4  # more than one attempt in so many that the infrastructure fails ends an evaluation
@@ -69,8 +72,12 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["compare"]:
         compare_runs(arguments[1:])
         return 0
+    options = read_options(arguments)
+    if any(name.startswith(TAU2) for name in options.world):
+        evaluate_by_tau2(options)
+        return 0
     with Sandbox() as sandbox:
-        evaluate(read_options(arguments), sandbox)
+        evaluate(options, sandbox)
     return 0
 
 
@@ -87,6 +94,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     add("--experts", default="simulated", help="simulated, real, record:DIR or replay:DIR")
     add("--judge", default="", help="expert of the catalogue that judges what no rule accepts")
     add("--user", default="", help="expert of the catalogue that plays users; empty: a script")
+    add("--user-args", default="{}", help="of a tau2:DOMAIN: arguments of its user, as JSON")
     add("--preference", default="", help="of tasks without one, as task.preference; empty: none")
     add("--tasks", type=int, default=480, help="of each world at most (default: 480)")
     add("--trials", type=int, default=1, help="attempts at each task (default: 1)")
@@ -151,6 +159,42 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
         print(f"paid to endpoints: ${sum(spending.bill.values()):.4g} ({parts})")
     require(not problem, problem)
     print(f"{run.path}: report.html and plots")
+
+
+def evaluate_by_tau2(options: argparse.Namespace) -> None:
+    """Has tau2-bench's own package play its domains, and reports its figures. UserError.
+
+    Each policy has a folder with a file of tau2-bench's Results for each domain.
+    """
+    from worlds import tau2_board  # brings the HTTP server
+
+    others = [name for name in options.world if not name.startswith(TAU2)]
+    require(not others, f"--world {' '.join(others)}: {TAU2}DOMAIN stands alone or with others")
+    ours = read_options([])
+    for name in OURS:
+        unknown = f"--{name.replace('_', '-')}: tau2-bench does not know it; leave it out"
+        require(getattr(options, name) == getattr(ours, name), unknown)
+    user = tau2_board.user_of(options.user, options.user_args)
+    domains = [tau2_board.open_domain(world, options.tasks) for world in options.world]
+    policies = read_policies(options.policy, {})
+    tau2_board.check_policies(policies)
+    run = open_run(options, policies)
+    summaries = {}
+    for domain in domains:
+        by_policy = summaries.setdefault(domain.world, {})
+        for number, policy in enumerate(policies):
+            file = run.path / f"policy-{number}" / f"{domain.file_name}.json"
+            by_policy[policy.text] = tau2_board.play(
+                domain, policy, user, file, options.trials, options.parallel, options.seed
+            ) | {"trajectories": str(file.relative_to(run.path))}
+            run.write_json("summary.json", {"worlds": summaries})
+        print("\n".join([domain.world, *tau2_board.lines_of(by_policy)]))
+    for name, by_policy in summaries.items():
+        for text, summary in by_policy.items():
+            most = f"{name}: {text}: more than one of {FAILING} attempts failed: "
+            few = summary["failed"] * FAILING <= summary["attempts"]
+            require(few, most + summary["failure"])
+    print(f"{run.path}: policy-N/DOMAIN.json for tau2 submit, summary.json")
 
 
 # What is compared, on what.

@@ -34,7 +34,7 @@ BELOW["tools"] = BELOW["reward"] = set(BELOW) - {"tools", "reward"}
 BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
 
-OPTIONAL = {"flash_attn", "gguf", "httpx", "huggingface_hub", "tau2"}
+OPTIONAL = {"flash_attn", "gguf", "httpx", "huggingface_hub", "litellm", "tau2"}
 # They bring jinja2, which few models need, and mcp, which a catalogue with MCP servers needs.
 LAZY = {"nanorchestra.model.template", "nanorchestra.tools.mcp"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}

@@ -39,6 +39,7 @@ CHANGES = {  # numbers that a change may set, by kind of policy
     "checkpoint": ("usd", *LIMITS, *SAMPLING),
     "endpoint": ("usd", *LIMITS, "temperature", *PRICE),
 }
+CHANGE = re.compile(r":(?=basic\b|none\b|[a-z_]+=)")  # before each change of a policy
 CONTEXT = 32768  # tokens of an endpoint
 
 
@@ -107,7 +108,7 @@ class Policy:
 
 def parse(text: str, routers: Collection[str]) -> Policy:
     """Returns the policy that is written `text`; `routers` are known by name. UserError."""
-    base, *changes = re.split(r":(?=basic\b|none\b|[a-z_]+=)", text)
+    base, *changes = CHANGE.split(text)
     settings = {"tools": "all"}
     if base in routers:
         kind = "router"
