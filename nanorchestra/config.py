@@ -72,12 +72,6 @@ class TaskSection:
         "environment of your own, agent:COMMAND with an agent that has tasks of its own, or a "
         "mixture: 'miniature=0.9, data/=0.1'",
     )
-    agent: str = setting(
-        "",
-        "what plays the attempts in place of our loop: a command, or FILE.py:FUNCTION "
-        "(docs/agents.md)",
-    )
-    agent_timeout_s: float = setting(600.0, "seconds that an agent has for an attempt")
     tools: str = setting("", "catalogue of the tools for questions, a file as tools.py describes")
     experts: str = setting(
         "simulated",
@@ -95,6 +89,12 @@ class TaskSection:
         "of rows without one: words, weights and limits (docs/questions.md); drawn: another "
         "for each task, from which obedience is learned; empty: none",
     )
+    agent: str = setting(
+        "",
+        "what plays the attempts in place of our loop: a command, or FILE.py:FUNCTION "
+        "(docs/agents.md)",
+    )
+    agent_timeout_s: float = setting(600.0, "seconds that an agent has for an attempt")
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from worlds.toolscale.environment import EXPERT, DomainEnvironment
 MINIATURE = "miniature"  # the world
 SEEN = 20  # tasks of a world that say which routers it has
 PARALLEL = 16  # attempts at a time
-TABLES = (50, 500, 2000)  # single calls from which a router learns the skills
+TABLES = (50, 500)  # single calls from which a router learns the skills
 TURNS = 40  # of a conversation at most
 STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")  # from the weakest, by their names
 

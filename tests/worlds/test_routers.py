@@ -100,7 +100,7 @@ def test_the_expected_reward_of_a_plan_is_the_mean_over_many_attempts(open_minia
 
 def test_what_each_router_knows_shows_in_its_reward(open_miniature):
     summaries = played(open_miniature(1), 500)
-    tables = ["table-50", "table-500", "table-2000"]
+    tables = ["table-50", "table-500"]
     assert list(summaries) == ["strongest", "cascade", *tables, "blind", "informed", "perfect"]
     reward = {name: summary["reward"] for name, summary in summaries.items()}
     assert reward["perfect"] > reward["informed"] > reward["blind"] + 0.01
@@ -115,7 +115,7 @@ def test_what_each_router_knows_shows_in_its_reward(open_miniature):
 
 def test_a_table_of_single_calls_comes_near_the_skills():
     errors = {}
-    for calls in (50, 500, 5000):
+    for calls in (50, 400, 3200):
         table = skill_table(calls)
         gaps = [
             abs(table[what, subject, level].right - skill(what, subject, level).right)
@@ -123,7 +123,7 @@ def test_a_table_of_single_calls_comes_near_the_skills():
             if subject
         ]
         errors[calls] = fmean(gaps)
-    assert errors[50] > errors[500] > 2 * errors[5000] > 0
+    assert errors[50] > errors[400] > 1.5 * errors[3200] > 0
 
 
 def test_the_routers_of_any_world(tmp_path, sandbox):
