@@ -180,7 +180,7 @@ class Server(uvicorn.Server):
         """Lets what runs go on to its end, or to the deadline."""
         asyncio.get_running_loop().call_later(DRAIN_S, self.service.end)
         await super().shutdown(sockets)
-        self.service.jobs.put(None)
+        self.service.close()
         self.grammars.close()
 
     def _metrics(self, request) -> Response:

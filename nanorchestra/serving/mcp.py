@@ -273,7 +273,7 @@ async def _serve_pipes(server, service, stdin, stdout) -> None:
             group.cancel_scope.deadline = anyio.current_time() + FLUSH_S
     finally:
         service.end()
-        service.jobs.put(None)
+        service.close()
     require(not problem, problem)
 
 

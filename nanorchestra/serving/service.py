@@ -23,6 +23,7 @@ CHUNKS = 256  # a second, of all streams together: beyond that a chunk holds sev
 PACE_S = 0.25  # those of this time at most
 REQUESTS = 512  # that may be open at a time
 REQUEST_S = 600.0  # that an answer may take
+CLOSE_S = 30.0  # that the last step may take
 ENDING = 503, "the server is shutting down"
 
 
@@ -42,7 +43,8 @@ class Service:
         self.jobs = queue.SimpleQueue()  # (call, request) for the thread; None ends it
         self.waiting: dict[str, Any] = {}  # attempts that wait for their client's tools, by call
         self.seconds = Counter()  # sums and counts of durations
-        threading.Thread(target=self._work, daemon=True).start()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
 
     async def sample(self, choices: list[tuple]) -> AsyncIterator[list[tuple]]:
         """Samples (ids, SamplingParams) of each choice of an answer; closed, it ends what runs.
@@ -87,6 +89,11 @@ class Service:
         """Ends what still runs."""
         self.aborted = ENDING
         self._do(self.engine.abort, self.live)
+
+    def close(self) -> None:
+        """Ends the thread, after the step that it computes: torch must not outlive the process."""
+        self.jobs.put(None)
+        self.thread.join(CLOSE_S)
 
     def _make(self, choices) -> list[Request]:
         return [self.engine.make_request(*choice) for choice in choices]
