@@ -22,9 +22,7 @@ GAP, LARGEST_GAP = 0.02, 0.1
 CASES = [
     ("qwen3-0.6b", {}),
     ("qwen3-4b", {"grpo.optimizer": "muon"}),
-    ("qwen3-8b", {}),
     ("qwen3-8b", {"grpo.kl_coef": 1e-3}),  # exact, against a sharded copy
-    ("qwen3-8b-lora", {}),
     ("qwen3-8b-lora", {"grpo.kl_coef": 1e-3}),  # exact, against the base
     ("qwen3-8b-multinode", {}),
     ("toolorchestra-8b", {}),  # k2
