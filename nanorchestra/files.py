@@ -5,16 +5,19 @@ beside its other files, in the form of the program sha256sum.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import reprlib
 import shutil
 import stat
+import sys
 import tomllib
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 from nanorchestra.errors import UserError, require
@@ -284,3 +287,18 @@ def sync(path: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def import_file(path: Path, kind: str) -> ModuleType:
+    """Imports a user's Python file, which may import its neighbours. Raises what the file raises.
+
+    The module's name begins with `kind`, so that a file json.py replaces no module.
+    """
+    path = path.resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"{kind}_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up there
+    spec.loader.exec_module(module)
+    return module

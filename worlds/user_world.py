@@ -12,20 +12,18 @@ US dollars and seconds of an attempt) and "kind". Without `reward` the answer is
 attribute `answer`.
 """
 
-import importlib.util
 import inspect
 import random
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.world import Split
 from nanorchestra.errors import UserError, WorldError, require
+from nanorchestra.files import import_file
 from nanorchestra.records import Bounds, Preference, Task, words_and_vector
 from nanorchestra.tools.functions import FunctionTool, is_within, tool
 from worlds.judge import grade
@@ -159,7 +157,7 @@ class UserEnvironment(ToolEnvironment):
 
 def load_user_world(name: str, seed: int) -> UserWorld:
     """Returns the world of a Python file. UserError that names file, class and method."""
-    module = _own(lambda: _load(name), name, name)
+    module = _own(lambda: import_file(Path(name), "user_world"), name, name)
     kinds = []
     for value in vars(module).values():
         own = inspect.isclass(value) and value.__module__ == module.__name__
@@ -171,19 +169,6 @@ def load_user_world(name: str, seed: int) -> UserWorld:
     world = UserWorld(name, kinds[0], seed)
     world.task("train", 0)  # says now what is wrong with it
     return world
-
-
-def _load(name) -> ModuleType:
-    """Imports a file, which may import its neighbours."""
-    path = Path(name).resolve()
-    unique = f"user_world_{path.stem}"  # so that json.py replaces no module
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(unique, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[unique] = module  # dataclasses look it up there
-    spec.loader.exec_module(module)
-    return module
 
 
 def _own(call: Callable[[], Any], where: str, file: str) -> Any:

@@ -335,7 +335,7 @@ class Rollout:
     survives_failures: bool = False
     lockstep: bool = True
     rebuild: bool = False
-    breaths = 1
+    breaths = 1  # turns of the event loop between two steps of the engine
     on_done: Callable[[Trajectory], Any] | None = None
 
     def run(

@@ -1,81 +1,34 @@
-"""Plays attempts by any agent: a program, or a Python function, that asks the policy over HTTP.
+"""Agents that are not ours: a Python function, or a program, that plays an attempt.
 
-The run listens on this machine. Each attempt has an address and a key of its own: its requests to
-/v1/chat/completions or /v1/responses are the turns of one trajectory. A request whose messages
-begin with all that was said before goes on with the session's ids; nothing is tokenised twice, and
-the KV stays. One that says something else begins a new prompt of the same trajectory, another
-sample for the trainer.
-
-    POST /v1/chat/completions           the next turn; the run decides temperature and seed
-    POST /v1/responses                  the same in OpenAI's newer form
-    GET  /v1/attempts/KEY               the task: question, messages, tools, seed, split
-    POST /v1/attempts/KEY/calls         runs tools of the task, and bills them
-    POST /v1/attempts/KEY/reward        {"reward": 0.5} or {"answer": "42"}
-
-docs/agents.md has a whole agent, and what becomes of one that fails, hangs or floods the run.
+Both are told where to ask the policy, and what the task is; agent_rollout.py answers them. They
+report a reward, an answer, or nothing.
 """
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import os
-import secrets
 import shlex
 import signal
-import sys
 import tempfile
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol
 
-import uvicorn
-from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
-from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.loop import SEED_STEP, Attempt, OnEvent, Rollout
 from nanorchestra.errors import UserError, require
-from nanorchestra.model import chat
-from nanorchestra.records import ToolCall, ToolResult, Turn
-from nanorchestra.schemas import Json, check
-from nanorchestra.serving.connections import Connection, address, application, listen, read_raw
-from nanorchestra.serving.http import BODY_S, CHAT, FORMS, JSON, answer, refuse
-from nanorchestra.serving.protocol import Choice, usage
-from nanorchestra.tools.replies import REQUESTS
+from nanorchestra.files import import_file
+from nanorchestra.schemas import Json
 from nanorchestra.tools.threads import in_daemon
 
 MODEL = "policy"  # its name for agents
-PATHS = CHAT, "/v1/responses"
 STOP_S = 2.0  # for a program to end by itself after SIGTERM
-MOST_BYTES = 32 << 20  # of a body
 KEPT_STDERR = 2_000  # characters
-FREE = {"response_format": ({"type": "text"},), "tool_choice": ("auto", "none")}
-CALLS = {  # the body of a request for calls
-    "type": "object",
-    "properties": {
-        "calls": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
-                "required": ["name"],
-            },
-            "minItems": 1,
-            "maxItems": 64,
-        }
-    },
-    "required": ["calls"],
-}
 CALLS_S = 3600.0  # that a function waits for its calls
-BREATHS = 16  # turns of the event loop between two steps of the engine, for requests on the way
 
 
 class AgentFailure(Exception):  # noqa: N818
@@ -108,7 +61,7 @@ class AttemptHandle:
 
     def _post(self, path, body) -> Json:
         request = urllib.request.Request(
-            f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": JSON}
+            f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=CALLS_S) as reply:
@@ -250,384 +203,11 @@ def load_agent(text: str) -> Agent:
         return AgentProgram(command)
     path = Path(file).resolve()
     require(path.is_file(), f"task.agent: {file}: no such file")
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"agent_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     try:
-        spec.loader.exec_module(module)
+        module = import_file(path, "agent")
     except (Exception, SystemExit) as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"task.agent: {file}: {text}") from None
     function = getattr(module, name, None)
     require(callable(function), f"task.agent: {file}: it has no function {name!r}")
     return AgentFunction(f"{path.name}:{name}", function)
-
-
-def played_by(agent: str, rollout: Rollout, timeout_s: float) -> "AgentRollout":
-    """Returns a rollout like another one, whose attempts an agent plays. UserError."""
-    require(
-        not rollout.rebuild,
-        "rollout.context is 'rebuild'; it must be 'session' where an agent writes the prompts",
-    )
-    settings = {each.name: getattr(rollout, each.name) for each in fields(Rollout)}
-    return AgentRollout(**settings, agent=load_agent(agent), timeout_s=timeout_s)
-
-
-@dataclass(eq=False)
-class AgentRollout(Rollout):
-    """A rollout whose attempts are played by `agent`, for `timeout_s` seconds each at most."""
-
-    agent: Agent | None = None
-    timeout_s: float = 600.0
-    attempts: dict[str, "AgentAttempt"] = field(default_factory=dict)  # that run, by their key
-    breaths = BREATHS
-
-    def attempt(
-        self, index: int, env: Environment, seed: int, on_event: OnEvent | None
-    ) -> "AgentAttempt":
-        """Returns an attempt that the agent plays."""
-        return AgentAttempt(self, index, env, seed, on_event)
-
-    async def _run(self, environments, seeds, on_event):
-        async with _listening(self) as self.base_url:
-            return await super()._run(environments, seeds, on_event)
-
-
-class AgentAttempt(Attempt):
-    """One attempt that an agent plays. Its requests are answered one after the other."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.notes, self.answers_by_tool = None, False  # the agent decides what stands in a prompt
-        self.key = secrets.token_urlsafe(24)
-        self.form: Any = None  # the tools and the template's settings of the session's prompt
-        self.known: list[Json] = []  # the messages that the session's ids say
-        self.goes_on = False  # whether the session can be continued
-        self.prompts = 0  # sessions begun
-        self.cut = ""  # the status, once a limit or the infrastructure has ended the attempt
-        self.report: Json = {}
-        self.settled: Turn | None = None  # the last turn whose own calls were counted
-        self.asking, self.calling = asyncio.Lock(), asyncio.Lock()
-
-    async def _play(self) -> str:
-        self.requests = REQUESTS.get()  # numbers the requests of this attempt to experts
-        handle = AttemptHandle(self.rollout.base_url, self.key, self.about())
-        self.rollout.attempts[self.key] = self
-        try:
-            async with asyncio.timeout(self.rollout.timeout_s):
-                said = await self.rollout.agent.run(handle)
-            if said:
-                self.take(said)
-        except TimeoutError:
-            self.cut = self.cut or "turn_limit"
-        except (AgentFailure, HTTPException) as failure:
-            if not self.cut:
-                self._fail(getattr(failure, "detail", None) or str(failure))
-        finally:
-            del self.rollout.attempts[self.key]
-        async with self.asking, self.calling:  # what is still being answered
-            self._settle()
-        if self.cut:
-            return self.cut
-        if not any(self.trajectory.sampled):
-            self._fail("the agent asked the policy nothing")
-        elif "reward" not in self.report and getattr(self.env, "needs_reward", False):
-            self._fail("the agent reported no reward")
-        elif "reward" in self.report and not self.trajectory.answer:
-            self.trajectory.answer = f"reward {self.report['reward']}"  # its agent ended it well
-        return self.cut or "answered"
-
-    async def _score(self) -> None:
-        if "reward" in self.report:
-            self.trajectory.outcome = float(self.report["reward"])
-        else:
-            await super()._score()
-
-    def about(self) -> Json:
-        """Returns what the agent may know of the task: nothing of the answer."""
-        task = self.env.task
-        own = {name: task.data[name] for name in ("seed", "split") if name in task.data}
-        return {
-            "id": task.id,
-            "question": task.question,
-            "messages": list(self.env.messages),
-            "tools": self.env.tools,
-        } | own
-
-    def take(self, report: Json) -> None:
-        """Takes the agent's report. HTTPException for one that is none."""
-        reward, answer = report.get("reward"), report.get("answer")
-        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-        is_reward = is_number and 0 <= reward <= 1
-        if not (is_reward or isinstance(answer, str) and reward is None):
-            right = '{"reward": a number from 0 to 1} or {"answer": a text}'
-            raise HTTPException(400, f"reward: {json.dumps(report)[:80]} must be {right}")
-        self.report = report
-        if isinstance(answer, str):
-            self.trajectory.answer = answer
-
-    # --- the policy
-
-    async def complete(self, body: Json) -> AsyncIterator[Json]:
-        """Samples the next turn; returns the chunks of the answer. HTTPException if it cannot."""
-        async with self.asking:
-            self._check(body)
-            self._settle()
-            self._continue(body)
-            t = self.trajectory
-            asked = body.get("max_completion_tokens", body["max_tokens"])
-            room = min(self.limits.turn_tokens, self._room(), asked)
-            tokens = self.user_limits.writable(room, *self.conversation.prices())
-            if tokens <= 0:
-                self._end("token_limit" if room <= 0 else "user_limit", "no token is left")
-            self.goes_on = False
-            completion = await self._sample(len(t.turns), tokens)
-            turn, parsed = self._record(completion)
-            if completion.finish_reason == "error":
-                turn.results = [ToolResult(completion.text, error=True, infrastructure=True)]
-                self._end("infrastructure", completion.text)
-            turn.calls = list(parsed.calls)
-            t.answer = parsed.content or t.answer
-            return self._answer(body, completion)
-
-    def _check(self, body):
-        """HTTPException for a request that is not served, or comes after the attempt's end."""
-        if self.cut or self.key not in self.rollout.attempts:
-            raise HTTPException(400, f"the attempt is over ({self.cut or 'the agent has ended'})")
-        if body["n"] != 1:
-            raise HTTPException(400, "n: it must be 1; a run samples one continuation")
-        for name, free in FREE.items():
-            if body[name] not in free:
-                right = " or ".join(json.dumps(value) for value in free)
-                raise HTTPException(400, f"{name}: a run samples without a grammar: {right}")
-        if len(self.trajectory.turns) >= self.limits.turns:
-            self._end("turn_limit", f"{self.limits.turns} turns have been sampled: rollout.turns")
-
-    def _end(self, status, problem):
-        """Ends the attempt by a limit. HTTPException."""
-        self.cut = status
-        raise HTTPException(400, f"the attempt is over: {problem}")
-
-    def _fail(self, problem):
-        """Makes the attempt a failure of the infrastructure."""
-        self.cut = "infrastructure"
-        t, result = (
-            self.trajectory,
-            ToolResult(f"Error: {problem}", error=True, infrastructure=True),
-        )
-        end = len(t.ids)
-        t.turns.append(Turn(end, end, "error", results=[result], context=self.context_start))
-
-    def _continue(self, body):
-        """Adds to the session what the messages of a body have beyond it, or begins another."""
-        messages, t = body["messages"], self.trajectory
-        plain = [_plain(message) for message in messages]
-        form = (body["tools"], body["chat_template_kwargs"])
-        count = len(self.known)
-        extends = self.goes_on and form == self.form and plain[:count] == self.known
-        if extends and len(plain) > count:
-            end = self.tokenizer.token_id(chat.IM_END)
-            ids = [] if t.ids[-1] == end else [end]  # of a turn that a limit has cut
-            ids += chat.encode_after(self.tokenizer, messages[count:])
-            self._check_room(len(t.ids) - self.context_start + len(ids), len(ids))
-            self.conversation.append(ids, messages[-1]["role"], [])
-        else:
-            thinks = body["chat_template_kwargs"].get("enable_thinking")
-            ids = chat.encode(self.tokenizer, messages, body["tools"], thinks)
-            self._check_room(len(ids), len(ids))
-            self._close()
-            self.context_start = len(t.ids)
-            t.prompt_length = t.prompt_length or len(ids)
-            self.conversation = self.rollout.open(self, self.env, ids)
-            self.prompts += 1
-        self._append_given(ids)
-        self.known, self.form = plain, form
-
-    def _check_room(self, length, new):
-        """Ends the attempt if a context has no room for a sampled id, or cannot be paid for."""
-        most = self.limits.context_tokens
-        if length >= most:
-            self._end("token_limit", f"the messages have {length} tokens of {most}")
-        if new > self.user_limits.readable():
-            self._end("user_limit", "the user's dollars do not pay for reading the messages")
-
-    def _seed(self, number):
-        # Noise is a function of seed and position; prompts of one attempt may have equal lengths.
-        return (self.seed + (self.prompts - 1) * SEED_STEP) % 2**63
-
-    def _answer(self, body, completion) -> AsyncIterator[Json]:
-        """Returns the answer as one chunk, then the usage."""
-        t = self.trajectory
-        turn = t.turns[-1]
-        choice = Choice(body, 0, self.tokenizer, t.ids[turn.context : turn.start])
-        sampled = SimpleNamespace(
-            prompt_tokens=0,
-            ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            top_logprobs=[[] for _ in completion.logprobs],
-        )
-        chunk = choice.feed(sampled, completion.finish_reason)
-        # A stop or a second call that the agent does not see: its next messages say other ids.
-        self.goes_on = choice.count == len(completion.token_ids)
-        said = {"role": "assistant"} | chunk["delta"]
-        self.known = [*self.known, _plain(said)]
-        first = {"choices": [chunk]}
-        if body["return_token_ids"]:
-            first["prompt_token_ids"] = t.ids[turn.context : turn.start]
-        prompt = turn.start - turn.context
-        counted = usage(prompt, len(completion.token_ids), completion.cached_tokens)
-        return _chunks(first, {"choices": [], "usage": counted})
-
-    # --- the tools
-
-    async def call(self, calls: list[Json]) -> list[Json]:
-        """Runs calls of the task's tools side by side and bills them; returns their results."""
-        async with self.calling:
-            t = self.trajectory
-            if self.cut or not t.turns:
-                raise HTTPException(400, "calls: the policy comes first; or the attempt is over")
-            REQUESTS.set(self.requests)  # of this request's own task
-            made = [ToolCall(call["name"], call.get("arguments", {})) for call in calls]
-            results = await self.user_limits.execute(made, self.limits.calls_per_turn)
-            turn = t.turns[-1]
-            if not turn.results:
-                turn.calls = []
-            before = max((result.latency_s for result in turn.results), default=0.0)
-            turn.calls += made
-            turn.results += results
-            after = max(result.latency_s for result in turn.results)
-            t.latency_s += max(0.0, after - before)
-            t.cost_usd += sum(result.cost_usd for result in results)
-            for call, result in zip(made, results, strict=True):
-                if not result.refused:
-                    name = result.alias or call.name
-                    t.calls[name] = t.calls.get(name, 0) + 1
-            failed = [result.content for result in results if result.infrastructure]
-            if failed and not self.rollout.survives_failures:
-                self.cut = "infrastructure"
-                raise HTTPException(502, failed[0])
-            self._emit("results", turn)
-            shown = ("content", "error", "cost_usd", "latency_s")
-            return [{name: asdict(result)[name] for name in shown} for result in results]
-
-    def _settle(self):
-        """Counts the calls of the last turn that the agent ran by itself, if it ran any."""
-        turns = self.trajectory.turns
-        if turns and turns[-1].calls and not turns[-1].results and turns[-1] is not self.settled:
-            self.settled = turns[-1]
-            for call in turns[-1].calls:
-                self.trajectory.calls[call.name] = self.trajectory.calls.get(call.name, 0) + 1
-
-
-async def _chunks(*chunks):
-    for chunk in chunks:
-        yield chunk
-
-
-def _plain(message: Json) -> Json:
-    """Returns what a message says: without reasoning, ids of calls and spaces around the content.
-
-    Clients leave the first out, name the second anew, and some strip the third.
-    """
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            with suppress(ValueError):
-                arguments = json.loads(arguments)
-        calls.append([function["name"], arguments])
-    return {
-        "role": message["role"],
-        "content": (message.get("content") or "").strip(),
-        "calls": calls,
-    }
-
-
-# --- the server
-
-
-class AttemptServer(uvicorn.Server):
-    """Answers the agents of a rollout. The run keeps its own handlers of signals."""
-
-    def __init__(self, rollout: AgentRollout):
-        self.rollout = rollout
-        self.defaults = {"max_tokens": rollout.engine.max_context, "temperature": 1.0, "top_p": 1.0}
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nanorchestra"}
-        models = JSONResponse({"object": "list", "data": [model]})
-        routes = [
-            Route("/v1/models", models, methods=["GET"]),
-            *(Route(path, self._turn, methods=["POST"]) for path in PATHS),
-            Route("/v1/attempts/{key}", self._task, methods=["GET"]),
-            Route("/v1/attempts/{key}/calls", self._calls, methods=["POST"]),
-            Route("/v1/attempts/{key}/reward", self._reward, methods=["POST"]),
-        ]
-        config = uvicorn.Config(
-            application(routes, refuse, "127.0.0.1"),
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_level="critical",
-            timeout_graceful_shutdown=1,
-        )
-        super().__init__(config)
-
-    def capture_signals(self):
-        """Leaves signals as they are."""
-        return nullcontext()
-
-    async def _turn(self, request) -> Response:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        attempt = self._attempt(key.strip() if scheme.lower() == "bearer" else "")
-        form = FORMS[request.url.path]
-        raw = await read_raw(request, MOST_BYTES, BODY_S)
-        body = form.read(raw, form.schema, self.defaults)
-        return answer(form.writer(body), body, await attempt.complete(body))
-
-    async def _task(self, request) -> Response:
-        return JSONResponse(self._attempt(request.path_params["key"]).about())
-
-    async def _calls(self, request) -> Response:
-        attempt = self._attempt(request.path_params["key"])
-        body = await self._object(request)
-        check(body, CALLS, "body")
-        return JSONResponse({"results": await attempt.call(body["calls"])})
-
-    async def _reward(self, request) -> Response:
-        attempt = self._attempt(request.path_params["key"])
-        attempt.take(await self._object(request))
-        return JSONResponse({})
-
-    def _attempt(self, key: str) -> AgentAttempt:
-        """Returns the attempt of a key. HTTPException if none runs."""
-        if key not in self.rollout.attempts:
-            raise HTTPException(401, "the key is that of no attempt that runs")
-        return self.rollout.attempts[key]
-
-    async def _object(self, request) -> Json:
-        raw = await read_raw(request, MOST_BYTES, BODY_S)
-        try:
-            body = json.loads(raw.decode())
-        except (ValueError, RecursionError) as error:
-            raise HTTPException(400, f"body: not JSON: {str(error)[:200]}") from None
-        if not isinstance(body, dict):
-            raise HTTPException(400, "body: it must be an object")
-        return body
-
-
-@asynccontextmanager
-async def _listening(rollout: AgentRollout) -> AsyncIterator[str]:
-    """Serves the agents of a rollout; yields the base URL."""
-    listening = listen("127.0.0.1", 0)
-    server = AttemptServer(rollout)
-    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-    try:
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.001)
-        yield f"{address(listening)}/v1"
-    finally:
-        server.should_exit = server.force_exit = True
-        await serving
-        listening.close()

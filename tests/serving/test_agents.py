@@ -21,7 +21,8 @@ import train
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
-from nanorchestra.serving.agents import AgentFunction, AgentRollout, load_agent, played_by
+from nanorchestra.serving.agent_rollout import AgentRollout, played_by
+from nanorchestra.serving.agents import AgentFunction, load_agent
 from nanorchestra.training.samples import as_group, gave_answer, rewritten_share
 from nanorchestra.training.trajectories import check_row, contexts, to_row
 from worlds.agent_tasks import AgentTasks
