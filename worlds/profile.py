@@ -108,6 +108,12 @@ def ask_all(
         return [answer for answer in pool.map(ask, indices) if answer]
 
 
+def write_profiles(path: Path, profiles: dict[str, str]) -> None:
+    """Writes the sentence of each expert as a table of a catalogue."""
+    lines = [f"{json.dumps(name)} = {json.dumps(text)}\n" for name, text in profiles.items()]
+    write_whole(path, "[profiles]\n" + "".join(lines))
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Returns the options. UserError if one is wrong."""
     parser = ArgumentParser(
@@ -151,12 +157,11 @@ def main(arguments: list[str]) -> int:
                 answers = ask_all(world, name, drawn, progress)
             if answers:
                 profiles[name] = sentence(answers)
+                write_profiles(options.out, profiles)
                 print(f"{name}: {profiles[name]}")
             else:
                 print(f"{name}: no answer came; it gets no profile", file=sys.stderr)
     require(profiles, f"{options.catalogue}: no expert answered; {options.out} is not written")
-    lines = [f"{json.dumps(name)} = {json.dumps(text)}\n" for name, text in profiles.items()]
-    write_whole(options.out, "[profiles]\n" + "".join(lines))
     print(f"{options.out}: use it with --tools {options.catalogue},{options.out}")
     return 0
 

@@ -119,7 +119,7 @@ class AgentAttempt(Attempt):
             if said:
                 self.take(said)
         except TimeoutError:
-            self.cut = self.cut or "turn_limit"
+            self.cut = self.cut or "time_limit"
         except (AgentFailure, HTTPException) as failure:
             if not self.cut:
                 self._fail(getattr(failure, "detail", None) or str(failure))

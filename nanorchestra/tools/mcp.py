@@ -407,6 +407,8 @@ class McpConnection:
 
     def explained(self, problem: str) -> str:
         """Returns a problem with what else is known: a status of HTTP, a line of the process."""
+        if self.server.url:
+            problem = f"{self.server.url.partition('?')[0]}: {problem}"
         if self.status:
             problem += f" (HTTP {self.status})"
         if self.noise:

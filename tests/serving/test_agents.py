@@ -205,7 +205,7 @@ def wrong(attempt):
         (broken, "infrastructure", "test: KeyError: 'a bug'"),
         (silent, "infrastructure", "the agent asked the policy nothing"),
         (wrong, "infrastructure", "reward"),
-        (endless, "turn_limit", ""),
+        (endless, "time_limit", ""),
         (flooding, "turn_limit", ""),
     ],
 )

@@ -8,6 +8,7 @@ from openai_server import openai_server, said
 from test_questions import catalogue, lines
 
 from nanorchestra.errors import UserError
+from nanorchestra.records import ToolResult
 from tools import load_tools
 from worlds import profile
 
@@ -39,6 +40,23 @@ def test_profiles_are_what_the_experts_did_and_stand_in_the_descriptions(tmp_pat
     tools = {tool.name: tool for tool in load_tools(f"{file},{out}", sandbox)}
     assert tools["quick"].description == f"a quick model. {profiles['quick']}"
     assert "python" in tools and "Right in" not in tools["python"].description
+
+
+def test_what_is_paid_for_is_written_before_the_next_expert_is_asked(tmp_path, monkeypatch):
+    out, asked = tmp_path / "profiles.toml", []
+
+    def ask_all(world, name, *rest):
+        asked.append(name)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return [profile.Answer("sums", True, ToolResult("2", 0.01, 1.0))]
+
+    monkeypatch.setattr(profile, "ask_all", ask_all)
+    rows = lines(tmp_path / "rows.jsonl", ROWS)
+    with openai_server() as server:
+        file = catalogue(tmp_path, server.url)
+        assert profile.main([file, "--questions", str(rows), "--out", str(out)]) == 130
+    assert list(tomllib.loads(out.read_text())["profiles"]) == asked[:1]
 
 
 @pytest.mark.parametrize(
