@@ -3,10 +3,11 @@
     python benchmarks/probe.py assets/nano --tasks 320 [--seed 0] [--json FILE]
 
 Rewards on tasks with the aliases or the phrases of training, with permuted aliases and with the
-tools in reverse order stand beside the reward on the unchanged tasks. Three shares follow: of bans
-of the preferred tool that are kept, of difficulties that the first thought names, and of first
-choices that are the informed rule's where only the ratio of two prices changes. All have 95%
-intervals over tasks; differences are paired by task.
+tools in reverse order stand beside the reward on the unchanged tasks. Shares follow: of bans of the
+preferred tool that are kept, of difficulties that the first thought names, of the value of prices
+and latencies that the first choice captures, and of first choices that are the informed rule's
+where only the ratio of two prices changes. All have 95% intervals over tasks; differences are
+paired by task.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import argparse
 import json
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -29,12 +32,12 @@ from nanorchestra.files import write_whole  # noqa: E402
 from nanorchestra.records import Preference, Task, Trajectory  # noqa: E402
 from nanorchestra.tools.sandbox import Sandbox  # noqa: E402
 from nanorchestra.tools.spending import Spending  # noqa: E402
-from worlds.metrics import Interval, interval, score  # noqa: E402
+from worlds.metrics import Interval, interval, score, share_interval  # noqa: E402
 from worlds.miniature.offers import Offer, bounds, is_expert, title  # noqa: E402
 from worlds.miniature.tables import HELD_OUT, PHRASES, PREFERENCES, TRAIN  # noqa: E402
 from worlds.miniature.world import Miniature, forbid  # noqa: E402
 from worlds.policies import parse  # noqa: E402
-from worlds.routers import informed_order  # noqa: E402
+from worlds.routers import expected_rewards, informed_order, usable  # noqa: E402
 
 STEPS = (1.1, 1.25, 1.5, 2, 3, 5, 9, 16)
 RATIOS = (*(1 / step for step in reversed(STEPS)), *STEPS)  # of two prices
@@ -92,6 +95,7 @@ def probe(rollout: Rollout, seed: int, count: int, sandbox: Sandbox) -> dict[str
 
     read = [float(_reads_difficulty(rollout, task, attempt)) for task, attempt in cases]
     results["difficulty read right"] = interval(read)
+    results |= value_of_prices(tasks, plain)
     return results | _price_ratios([task for task, _ in cases], rollout, seed, sandbox)
 
 
@@ -150,6 +154,40 @@ def with_ratio(task: Task, ratio: float) -> Task:
     tools[first]["price"] = round(MIDDLE_CENTS * ratio**0.5)
     tools[second]["price"] = round(MIDDLE_CENTS / ratio**0.5)
     return _with(replace(task, preference=preference), tools)
+
+
+def value_of_prices(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> dict[str, Interval]:
+    """Returns what first choices make of prices and latencies, over all tasks and for each wish.
+
+    By the expected reward of a single call, with the hidden skills known: the value is what the
+    informed rule has more than the same rule that takes each tool for as dear and as slow as the
+    mean of those on offer. `captured` is the part of it that the first choices have, 1 for the
+    informed rule and 0 for the other; `regret` what they have less than the informed rule.
+    """
+    values, gains, regrets = defaultdict(list), defaultdict(list), defaultdict(list)
+    for task, attempt in zip(tasks, attempts, strict=True):
+        offers = [offer for offer in task.data["tools"] if usable(task, offer)]
+        expected = expected_rewards(task, [[offer] for offer in offers])
+        rewards = {o["name"]: float(r) for o, r in zip(offers, expected, strict=True)}
+        best = rewards[informed_order(task)[0]["name"]]
+        plain = rewards[informed_order(_without_prices(task))[0]["name"]]
+        ours = rewards.get(first_call(attempt), 0.0)  # of a tool that cannot answer
+        for wish in ("all", task.preference.name):
+            values[wish].append(best - plain)
+            gains[wish].append(ours - plain)
+            regrets[wish].append(best - ours)
+    results = {}
+    for wish in values:
+        results[f"value of prices captured, {wish}"] = share_interval(gains[wish], values[wish])
+        results[f"value of prices, {wish}"] = interval(values[wish])
+        results[f"regret of the first choice, {wish}"] = interval(regrets[wish])
+    return results
+
+
+def _without_prices(task: Task) -> Task:
+    """Returns the task with the mean of the prices on offer for each tool, and of the latencies."""
+    means = {name: fmean(o[name] for o in task.data["tools"]) for name in ("price", "latency")}
+    return replace(task, data=task.data | {"tools": [o | means for o in task.data["tools"]]})
 
 
 def _price_ratios(

@@ -198,9 +198,14 @@ def expected_rewards(
 
 def _allowed(task: Task) -> list[Offer]:
     """Returns the tools that can answer and are not forbidden; all that can answer if none is."""
-    usable = [offer for offer in task.data["tools"] if is_expert(offer) or fits(offer, task)]
-    allowed = [offer for offer in usable if offer["name"] not in task.preference.avoided]
-    return allowed or usable
+    able = [offer for offer in task.data["tools"] if usable(task, offer)]
+    allowed = [offer for offer in able if offer["name"] not in task.preference.avoided]
+    return allowed or able
+
+
+def usable(task: Task, offer: Offer) -> bool:
+    """Whether a tool can answer the question of a task."""
+    return is_expert(offer) or fits(offer, task)
 
 
 def _strength(offer: Offer) -> int:

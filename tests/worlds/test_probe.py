@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from miniature_tasks import environment, tasks_of
 
-from benchmarks.probe import permuted, with_ban, with_ratio
+from benchmarks.probe import permuted, value_of_prices, with_ban, with_ratio
+from nanorchestra.records import ToolCall, Trajectory, Turn
 from worlds.miniature.offers import title
 from worlds.miniature.tables import SKILLS
 from worlds.routers import informed_order
@@ -35,3 +36,26 @@ def test_probes_change_one_thing(sandbox):
         assert high / low == pytest.approx(max(ratio, 1 / ratio), rel=0.1)
         assert others and set(others) == {99} and all(o["what"] in SKILLS for o in tools)
         assert with_ratio(case, ratio).bounds.cost_usd == with_ratio(case, 2).bounds.cost_usd
+
+
+def test_the_rule_captures_the_whole_value_of_prices_and_one_without_prices_nothing(sandbox):
+    def first_calls(tasks, choose):
+        calls = []
+        for task in tasks:
+            call = ToolCall(choose(task), {})
+            calls.append(Trajectory(task.id, 0, turns=[Turn(0, 0, "stop", [call])]))
+        return calls
+
+    def at_equal_prices(task):
+        equal = [offer | {"price": 40, "latency": 30} for offer in task.data["tools"]]
+        return informed_order(replace(task, data=task.data | {"tools": equal}))[0]["name"]
+
+    tasks = tasks_of("held_out", 120)
+    rule = value_of_prices(tasks, first_calls(tasks, lambda t: informed_order(t)[0]["name"]))
+    assert rule["value of prices captured, all"] == (1, 1, 1)
+    assert rule["regret of the first choice, cheap"] == (0, 0, 0)
+    assert rule["value of prices, cheap"].low > 0 == rule["value of prices, right"].high
+    equal = value_of_prices(tasks, first_calls(tasks, at_equal_prices))
+    assert equal["value of prices captured, all"].mean < 0.35
+    nothing = value_of_prices(tasks, first_calls(tasks, lambda task: "none"))
+    assert nothing["value of prices captured, all"].high < 0
