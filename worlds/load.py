@@ -17,7 +17,7 @@ from worlds import agent_tasks, questions
 from worlds.miniature.world import Miniature
 from worlds.mixture import Mixture
 from worlds.toolscale import dataset
-from worlds.toolscale.small import small_world
+from worlds.toolscale.small import CONDITIONS, DRAWN, small_world
 from worlds.user_world import load_user_world
 from worlds.wording import understood
 
@@ -79,14 +79,14 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     if name == Miniature.name:
         return Miniature(seed, sandbox)
     kind, _, domains = name.partition(":")
-    if kind == DOMAINS:
+    if kind in (DOMAINS, DRAWN, CONDITIONS):
         chosen = [domain.strip() for domain in domains.split("+")] if ":" in name else None
         return small_world(seed, name, chosen)
     asks = name.startswith(questions.PREFIX)
     require(
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {Miniature.name}, {DOMAINS}, "
-        f"{DOMAINS}:NAME+NAME, {questions.PREFIX}FILE, {agent_tasks.PREFIX}COMMAND, a directory of "
+        f"{DOMAINS}:NAME+NAME, {DRAWN}:NAME+NAME, {CONDITIONS}:NAME+NAME, {questions.PREFIX}FILE, {agent_tasks.PREFIX}COMMAND, a directory of "
         "data_gen.py or tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, or a .py file "
         "with an environment of your own",
     )
