@@ -81,7 +81,9 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     kind, _, domains = name.partition(":")
     if kind in (DOMAINS, DRAWN, CONDITIONS):
         chosen = [domain.strip() for domain in domains.split("+")] if ":" in name else None
-        return small_world(seed, name, chosen)
+        spoiled = settings.spoiled
+        require(spoiled <= 1, f"task.spoiled is {spoiled}; it must be a share from 0 to 1")
+        return small_world(seed, name, chosen, spoiled)
     asks = name.startswith(questions.PREFIX)
     require(
         asks or Path(name).exists(),

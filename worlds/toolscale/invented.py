@@ -352,7 +352,9 @@ class _Invention:
         """What is in a thing, found by a look-up alone."""
         noun, name, key, table, read, fields = thing
         rng, words = self.rng, self.words
-        parts, verb = rng.choice(words["parts"]), rng.choice(words["part_verbs"])
+        parts = rng.choice([each for each in words["parts"] if each not in self.names])
+        verb = rng.choice(words["part_verbs"])
+        self.names.add(parts)
         items, inner = rng.sample(words["items"], 6), rng.choice(("item_id", "item_no", "slot"))
         entry = {"item": ["enum", items], inner: ["digits", 3], "status": ["enum", ["fitted"]]}
         self.tables[table]["fields"][parts] = ["several", 2, 3, entry]

@@ -30,12 +30,13 @@ from worlds.toolscale.words import Words
 DOMAINS, LEVELS = 3, (1, 2)  # domains that a seed chooses, and levels in turn
 TASKS = 20_000  # of a split
 SENTENCES = 4  # of each list of a domain's file
-SKILL = 0.2  # the share of demonstrations that are right
 # Golden calls of a task; characters of its policy and tools, and of what its calls return.
 MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1300, 600
 DRAWS = 12  # of tasks from one drawn domain, until it is drawn again
 MOST_OTHERS = 3  # tools that a drawn task has beside those that it may need
 DRAWN, CONDITIONS = "domains-drawn", "domains-conditions"
+DECIDES, CONDITIONAL = ("if", "rule"), 2 / 3  # what a look-up decides, and its share
+MIND, MINDED = ("mind",), 0.08  # the share of users who have thought better of it
 SAYS_LOOK = "I look first."
 SIGNS = {
     ast.Eq: "==",
@@ -68,18 +69,19 @@ class SmallTasks(Sequence):
     def __getitem__(self, number: int) -> Json:
         place, which = divmod(number, len(self.domains))
         kind, parts = self.domains[which]
-        level = LEVELS[place % len(LEVELS)]
+        level, twists = LEVELS[place % len(LEVELS)], ()
         if self.conditions:
-            level = 2 if place % 3 or place % 12 == 0 else 1
+            share = random.Random(f"{self.name}/{number}").random()
+            twists = DECIDES if share < CONDITIONAL else MIND if share < CONDITIONAL + MINDED else ()
+            level = 2 if twists else 1
         for draw in itertools.count():
             name = f"{self.name}-{kind}-{number}-{draw}"
             world, words = parts or drawn.draw(f"{kind}/{self.name}-{number}-{draw // DRAWS}")
             inner, rng = getattr(world, "inner", world), random.Random(name)
             planner = Planner(inner, words, rng)
-            if self.conditions:
+            if twists:
                 shares = planner.twists
-                wanted = ("if", "rule") if place % 3 else ("mind",)
-                planner.twists = {twist: shares[twist] for twist in wanted if twist in shares}
+                planner.twists = {twist: shares[twist] for twist in twists if twist in shares}
             others = 1 if parts else rng.randint(1, MOST_OTHERS)
             try:
                 task = _small(planner, level, name, others)
@@ -94,13 +96,17 @@ class SmallTasks(Sequence):
 
 
 def small_world(
-    seed: int, name: str = "domains", chosen: Sequence[str] | None = None
+    seed: int,
+    name: str = "domains",
+    chosen: Sequence[str] | None = None,
+    spoiled: float = 0.0,
 ) -> DomainWorld:
     """Returns the tasks of built-in domains, TASKS in each split. UserError for an unknown one.
 
     chosen: their names; without them the seed chooses three. A `name` that begins with DRAWN has
     domains that are drawn anew for each task, one that begins with CONDITIONS has the domains as
-    they are; in both, two of three tasks have a condition.
+    they are; in both, two of three tasks have a condition. `spoiled` is the share of demonstrations
+    that do one thing wrong.
     """
     kind = name.partition(":")[0]
     chosen = chosen or random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
@@ -122,7 +128,7 @@ def small_world(
     domains = {parts[0].name: parts[0] for _, parts in built if parts}
     if kind == DRAWN:
         domains = drawn.DrawnDomains()
-    return DomainWorld(splits, domains, seed, name, skill=1.0 if conditions else SKILL)
+    return DomainWorld(splits, domains, seed, name, skill=1.0 - spoiled)
 
 
 def _shorten(wishes) -> None:
