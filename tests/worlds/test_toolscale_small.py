@@ -123,7 +123,7 @@ def test_domains_can_be_named(sandbox):
 
 HELD_OUT = ("railway", "telecom", "university")
 TRAINED = ("bank", "clinic", "ecommerce", "helpdesk", "restaurant")
-DRAWN = f"domains-drawn:invented+{'+invented+'.join(TRAINED)}"
+DRAWN = "domains-drawn:invented+bank+invented+clinic+invented+helpdesk+invented+restaurant"
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ class Names:
         """Returns the name of an argument; one that is alone may be called anything."""
         rng = random.Random(f"{self.seed}/argument/{name}")
         if alone and self.tool_style != "own" and rng.random() < 0.5:
-            return shaped([rng.choice(("which", "target", "item", "record", _letters(rng)))], "snake")
+            return rng.choice(("which", "target", "item", "record", _letters(rng)))
         return self.field(name)
 
     def field(self, name: str) -> str:
@@ -135,7 +135,8 @@ class Drawn(Domain):
                 "properties": {each: properties[own] for each, own in outward.items()},
                 "required": [*outward],
             }
-            self.tools.append(tool | {"function": function | {"name": new, "parameters": parameters}})
+            function = function | {"name": new, "parameters": parameters}
+            self.tools.append(tool | {"function": function})
         rng.shuffle(self.tools)
         self.outward = {name: new for new, (name, _) in self.inward.items()}
 

@@ -168,7 +168,8 @@ class _Invention:
         }
         listed = rng.random() < LISTED
         if not listed:
-            returned = rng.choice(("row", "row", f"{{'{name}': row}}", f"{{'{name}': row, 'found': 1}}"))
+            within = f"'{name}': row"
+            returned = rng.choice(("row", "row", f"{{{within}}}", f"{{{within}, 'found': 1}}"))
             view = self._tool(
                 words["view_names"],
                 name,
@@ -178,7 +179,7 @@ class _Invention:
                 [f"row = get({table}, {key})", f"return {returned}"],
             )
         several = plural(noun).replace(" ", "_")
-        fitting = f"select({table}, {self.key} == {self.key}{'' if listed else f', fields=[{key}]'})"
+        only = "" if listed else f", fields=[{key}]"
         listing = self._tool(
             words["view_names"],
             several,
@@ -186,7 +187,7 @@ class _Invention:
             self._described(words["list_desc"], noun),
             {self.key: "string"},
             [
-                f"rows = {fitting}",
+                f"rows = select({table}, {self.key} == {self.key}{only})",
                 "return " + rng.choice(("rows", f"{{'{several}': rows, 'total': count(rows)}}")),
             ],
         )
@@ -229,8 +230,9 @@ class _Invention:
         noun, name, key, table, read, fields = thing
         demands = []
         if self.rng.random() < 0.5:
-            demand = f"The {noun} must be {verb['from']}."
-            demands = [f"require(row.state == '{verb['from']}', 'It is {{row.state}}.', '{demand}')"]
+            before = verb["from"]
+            texts = f"'It is {{row.state}}.', 'The {noun} must be {before}.'"
+            demands = [f"require(row.state == '{before}', {texts})"]
         tool = self._tool(
             verb["names"],
             name,

@@ -33,8 +33,10 @@ SENTENCES = 4  # of each list of a domain's file
 # Golden calls of a task; characters of its policy and tools, and of what its calls return.
 MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1300, 600
 DRAWS = 12  # of tasks from one drawn domain, until it is drawn again
+MOST_DRAWS = 60  # of a task with a condition
 MOST_OTHERS = 3  # tools that a drawn task has beside those that it may need
-DRAWN, CONDITIONS = "domains-drawn", "domains-conditions"
+# Worlds: domains as they are, drawn anew for each task, and as they are with more conditions.
+SMALL = AS_THEY_ARE, DRAWN, CONDITIONS = "domains", "domains-drawn", "domains-conditions"
 DECIDES, CONDITIONAL = ("if", "rule"), 2 / 3  # what a look-up decides, and its share
 MIND, MINDED = ("mind",), 0.08  # the share of users who have thought better of it
 SAYS_LOOK = "I look first."
@@ -71,10 +73,13 @@ class SmallTasks(Sequence):
         kind, parts = self.domains[which]
         level, twists = LEVELS[place % len(LEVELS)], ()
         if self.conditions:
-            share = random.Random(f"{self.name}/{number}").random()
-            twists = DECIDES if share < CONDITIONAL else MIND if share < CONDITIONAL + MINDED else ()
+            place = random.Random(f"{self.name}/{number}").random()
+            if place < CONDITIONAL + MINDED:
+                twists = DECIDES if place < CONDITIONAL else MIND
             level = 2 if twists else 1
         for draw in itertools.count():
+            if draw == MOST_DRAWS:  # its conditions need more look-ups than fit
+                level, twists = 1, ()
             name = f"{self.name}-{kind}-{number}-{draw}"
             world, words = parts or drawn.draw(f"{kind}/{self.name}-{number}-{draw // DRAWS}")
             inner, rng = getattr(world, "inner", world), random.Random(name)
