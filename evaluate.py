@@ -337,6 +337,11 @@ def show(worlds: dict[str, Json]) -> None:
                     f"{summary['attempts']} attempts, which count nowhere; the first: "
                     f"{' '.join(summary['failure'].split())}"
                 )
+        for name, summary in summaries.items():
+            by_kind = summary["right_by_kind"]
+            if len(by_kind) > 1:
+                parts = (f"{kind} {_share_text(share)}" for kind, share in by_kind.items())
+                print(f"{label(name)}, right by kind: {'; '.join(parts)}")
         ours, *others = summaries
         for name in others:
             text = _differences_text(summaries[name]["behind"])
@@ -378,6 +383,12 @@ def _read_run(path: Path) -> tuple[dict[str, metrics.Pairs], set[str]]:
         played.clear()
     require(played, f"{path}: holds no attempts; give two directories of evaluate.py")
     return played, unpriced
+
+
+def _share_text(share) -> str:
+    """Returns a share of tasks with its interval, in percent."""
+    right, low, high = (round(100 * share[name]) for name in ("right", "low", "high"))
+    return f"{right}% [{low}, {high}] of {share['tasks']}"
 
 
 def _differences_text(differences: dict[str, metrics.Difference]) -> str:

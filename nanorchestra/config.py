@@ -66,7 +66,9 @@ class TaskSection:
 
     world: str = setting(
         "miniature",
-        "miniature, domains (a few small databases; domains:bank+clinic names them), a directory "
+        "miniature, domains (a few small databases; domains:bank+clinic names them; "
+        "domains-drawn:NAMES renames them for each task; domains-conditions:NAMES asks for "
+        "look-ups), a directory "
         "of data_gen.py or tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, "
         "questions:FILE with a .jsonl file of questions and answers, a .py file with an "
         "environment of your own, agent:COMMAND with an agent that has tasks of its own, or a "
@@ -80,6 +82,9 @@ class TaskSection:
     )
     judge: str = setting(
         "", "expert of the catalogue, then not on offer, that judges what no rule accepts"
+    )
+    spoiled: float = setting(
+        0.0, "share of the demonstrations in small databases that do one thing wrong, 0 to 1"
     )
     user: str = setting(
         "", "expert of the catalogue that plays the users of domains; empty: a script"

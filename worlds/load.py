@@ -17,12 +17,9 @@ from worlds import agent_tasks, questions
 from worlds.miniature.world import Miniature
 from worlds.mixture import Mixture
 from worlds.toolscale import dataset
-from worlds.toolscale.small import small_world
+from worlds.toolscale.small import SMALL, small_world
 from worlds.user_world import load_user_world
 from worlds.wording import understood
-
-# A few small databases, which need no files. The seed chooses them, or "domains:bank+clinic" does.
-DOMAINS = "domains"
 
 
 def open_world(
@@ -79,15 +76,18 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     if name == Miniature.name:
         return Miniature(seed, sandbox)
     kind, _, domains = name.partition(":")
-    if kind == DOMAINS:
+    if kind in SMALL:
         chosen = [domain.strip() for domain in domains.split("+")] if ":" in name else None
-        return small_world(seed, name, chosen)
+        spoiled = settings.spoiled
+        require(spoiled <= 1, f"task.spoiled is {spoiled}; it must be a share from 0 to 1")
+        return small_world(seed, name, chosen, spoiled)
     asks = name.startswith(questions.PREFIX)
     require(
         asks or Path(name).exists(),
-        f"task.world: there is no world {name!r}; it must be {Miniature.name}, {DOMAINS}, "
-        f"{DOMAINS}:NAME+NAME, {questions.PREFIX}FILE, {agent_tasks.PREFIX}COMMAND, a directory of "
-        "data_gen.py or tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, or a .py file "
+        f"task.world: there is no world {name!r}; it must be {Miniature.name}, "
+        f"{', '.join(SMALL)}, each also with :NAME+NAME, {questions.PREFIX}FILE, "
+        f"{agent_tasks.PREFIX}COMMAND, a directory of data_gen.py or "
+        "tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, or a .py file "
         "with an environment of your own",
     )
     if name.endswith(".py"):

@@ -94,6 +94,7 @@ def summarise(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Json:
         else None,
         "by_preference": _means_by([task.preference.name for task, _ in pairs], rows),
         "by_kind": _means_by([task.kind for task, _ in pairs], rows),
+        "right_by_kind": _right_by_kind(pairs, task_means),
         **_tallies(pairs),
     }
 
@@ -204,6 +205,24 @@ def finished(pairs: Iterable[tuple[Task, Trajectory]]) -> list[tuple[Task, Traje
 
 
 # How sure a figure is.
+
+
+def _right_by_kind(pairs, task_means) -> dict[str, Json]:
+    """The share that is right of the tasks of each kind, with its 95% Wilson interval."""
+    by_kind: dict[str, list[float]] = {}
+    for task_id, kind in {task.id: task.kind for task, _ in pairs}.items():
+        by_kind.setdefault(kind, []).append(task_means[task_id]["accuracy"])
+    return {kind: wilson(fmean(right), len(right)) for kind, right in sorted(by_kind.items())}
+
+
+def wilson(right: float, tasks: int) -> Json:
+    """Returns a share of so many tasks, and the ends of its 95% interval (Wilson 1927)."""
+    z = 1.96
+    centre = (right + z * z / (2 * tasks)) / (1 + z * z / tasks)
+    spread = math.sqrt(right * (1 - right) / tasks + (z / (2 * tasks)) ** 2)
+    half = z * spread / (1 + z * z / tasks)
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    return {"tasks": tasks, "right": right, "low": min(low, right), "high": max(high, right)}
 
 
 def interval(values: Sequence[float]) -> Interval:

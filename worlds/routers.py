@@ -4,6 +4,8 @@ Routers play in the same environments as the policy and are scored and billed in
 pay for no tokens of their own. In the miniature a router is an order of the tools on offer, which
 are used until one is sure. In other worlds it is an order of the experts, which are asked until two
 answers agree; in a conversation the first expert does every turn, and after an error the next.
+Where a domain offers no expert there are two controls: one copies what the user says, one does
+nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ from worlds.miniature.offers import (
 )
 from worlds.miniature.tables import SPECIALISTS
 from worlds.skill_table import estimated_skill, skill_table
+from worlds.toolscale.dataset import DomainWorld
 from worlds.toolscale.environment import EXPERT, DomainEnvironment
+from worlds.toolscale.expert import SAY
+from worlds.toolscale.verify import mentions
 
 MINIATURE = "miniature"  # the world
 SEEN = 20  # tasks of a world that say which routers it has
@@ -52,13 +57,15 @@ STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")  # from the weak
 
 
 def routers_of(world: World) -> dict[str, Router]:
-    """Returns the routers of a world by name; none if a task offers no expert.
+    """Returns the routers of a world by name; if a domain offers no expert, the controls.
 
     A mixture has those that its worlds share, and plays each task as the task's world does.
     """
     tasks = [world.task("held_out", index) for index in range(SEEN)]
     if world.name == MINIATURE:
         names = list(TOOL_ORDERS)
+    elif isinstance(world, DomainWorld) and not any(map(experts, tasks)):
+        names = list(CONTROLS)
     elif not all(task.world == MINIATURE or experts(task) for task in tasks):
         names = []
     elif all(task.world == world.name for task in tasks):
@@ -70,7 +77,7 @@ def routers_of(world: World) -> dict[str, Router]:
 
 @dataclass(frozen=True)
 class Router:
-    """Plays attempts as a policy does. `name` is a key of TOOL_ORDERS or EXPERT_ORDERS."""
+    """Plays attempts as a policy does. `name` is a key of a table of this file."""
 
     name: str
 
@@ -88,6 +95,8 @@ class Router:
         with in_attempt(seed):
             if env.task.world == MINIATURE:
                 return use_until_sure(TOOL_ORDERS[self.name](env.task), env, seed)
+            if self.name in CONTROLS:
+                return CONTROLS[self.name](env, seed)
             return ask_until_two_agree(EXPERT_ORDERS[self.name](env.task), env, seed)
 
 
@@ -335,6 +344,37 @@ def _converse(order: Sequence[OfferedExpert], attempt: RouterAttempt) -> None:
             erred = result.error or "Error: " in result.content
             if erred and expert is not order[-1]:
                 break
+
+
+# Domains without experts: controls.
+
+
+def copy_what_is_said(env: DomainEnvironment, seed: int = 0) -> Trajectory:
+    """Returns an attempt that looks nothing up: it is told which writes and hand-overs are right.
+
+    It makes those all of whose arguments stand in the user's message.
+    """
+    attempt = RouterAttempt(env, seed)
+    for place in env.scorer.effects:
+        name, arguments = env.scorer.golden[place]
+        if all(mentions(env.task.question, value) for value in arguments.values()):
+            attempt.call(ToolCall(name, arguments))
+    return _told(attempt, SAY["done"].format(""))
+
+
+def do_nothing(env: DomainEnvironment, seed: int = 0) -> Trajectory:
+    """Returns an attempt that refuses."""
+    return _told(RouterAttempt(env, seed), SAY["refuse"])
+
+
+def _told(attempt, message) -> Trajectory:
+    """The attempt, after a last message to the user."""
+    attempt.env.hear(message)
+    attempt.trajectory.answer = message
+    return attempt.finish()
+
+
+CONTROLS = {"copier": copy_what_is_said, "nothing": do_nothing}
 
 
 class RouterAttempt:

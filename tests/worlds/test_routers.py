@@ -159,6 +159,15 @@ def test_the_routers_of_any_world(tmp_path, sandbox):
     assert summaries["strongest"]["turns"] == 1 < summaries["cascade"]["turns"]
 
 
-def test_a_world_without_experts_has_no_routers(sandbox):
-    for name in ("domains", "miniature=0.5, domains=0.5"):
-        assert routers_of(open_world(TaskSection(name), 0, sandbox, None)) == {}
+def test_a_world_without_experts_has_controls_or_no_routers(sandbox):
+    """The copier, told what is right, does plain writes alone: the rest needs a look-up."""
+    name = "miniature=0.5, domains=0.5"
+    assert routers_of(open_world(TaskSection(name), 0, sandbox, None)) == {}
+    name = "domains-conditions:railway+telecom+university"
+    summaries = played(open_world(TaskSection(name), 0, sandbox, None), 90)
+    right = {kind: row["accuracy"] for kind, row in summaries["copier"]["by_kind"].items()}
+    assert {"look-up, then write", "look-up, then refuse"} < {*right}
+    assert {right.pop("write"), right.pop("hand over", 1.0)} == {1.0} and {*right.values()} == {0.0}
+    assert summaries["nothing"]["accuracy"] == 0
+    row = summaries["copier"]["right_by_kind"]["write"]
+    assert row["low"] < row["right"] == row["high"] == 1 and row["tasks"] > 10

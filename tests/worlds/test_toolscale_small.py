@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 
 import pytest
 
@@ -14,6 +15,8 @@ from worlds.load import open_world
 from worlds.toolscale import small
 from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.dataset import teach
+from worlds.toolscale.domain import leaves
+from worlds.toolscale.invented import VOCABULARY
 from worlds.toolscale.planner import Planner
 from worlds.toolscale.program import parse_call
 from worlds.toolscale.small import small_world
@@ -56,7 +59,7 @@ def test_prompts_and_golden_conversations_fit_a_small_context_and_score(
 
 
 def test_demonstrations_are_right_in_a_share_that_is_stated(world, tasks):
-    assert world.skill == small.SKILL
+    assert (world.skill, small_world(4, spoiled=0.75).skill) == (1, 0.25)
     for skill, least, most in ((0.0, 0, 0.1), (0.5, 0.3, 0.7)):
         scores = []
         for task in tasks:
@@ -70,7 +73,7 @@ def test_demonstrations_are_right_in_a_share_that_is_stated(world, tasks):
 def test_tasks_are_proved_and_the_prompt_has_all_that_is_needed(world, tasks):
     denied = 0
     for task in tasks:
-        tau2, home = task.data["task"], world.domains[task.kind]
+        tau2, home = task.data["task"], world.domains[task.data["task"]["domain"]]
         assert verify(home, tau2) is None
         golden = tau2["evaluation_criteria"]["actions"]
         mentioned = all(mentions(task.question, value) for value in golden[0]["arguments"].values())
@@ -94,7 +97,7 @@ def test_what_is_offered_does_not_tell_which_branch_is_right(world, tasks):
         if not any(rule["check"] == "made" for rule in tau2["rules"]):
             continue
         conditions += 1
-        (parts,) = (each for each in world.splits["train"].domains if each[0].name == task.kind)
+        parts = dict(world.splits["train"].domains)[tau2["domain"]]
         planner = Planner(*parts, random.Random(tau2["id"]))
         act = planner.generate(2, planner.rng.randrange(len(planner.kinds)), known=True)
         spoken = {kind for wish in act.done for kind in (wish, *planner.kinds[wish].get("or", ()))}
@@ -116,3 +119,60 @@ def test_domains_can_be_named(sandbox):
     assert world.name == "domains:bank+railway" == world.task("train", 0).world
     with pytest.raises(UserError, match="domain 'shop': there are bank, clinic"):
         open_world(TaskSection("domains:bank+shop"), 0, sandbox)
+
+
+HELD_OUT = ("railway", "telecom", "university")
+TRAINED = ("bank", "clinic", "ecommerce", "helpdesk", "restaurant")
+DRAWN = "domains-drawn:invented+bank+invented+clinic+invented+helpdesk+invented+restaurant"
+
+
+@pytest.fixture(scope="module")
+def drawn_world(sandbox):
+    return open_world(TaskSection(DRAWN), 3, sandbox)
+
+
+def test_a_drawn_task_has_names_of_its_own_and_its_demonstration_scores(drawn_world):
+    """What the teacher does stands in the prompt, under names that no other task has."""
+    names, kinds = [], []
+    for number in range(30):
+        task = drawn_world.task("train", number)
+        env = drawn_world.environment(task, 0)
+        assert env.score("") == 0
+        shown = [lesson.call for lesson in teach(env) if lesson.call]
+        assert env.score("") == 1 and env.over and len(env.trace) <= 7
+        functions = {each["function"]["name"]: each["function"] for each in env.tools}
+        for call in shown:
+            assert {*call.arguments} == {*functions[call.name]["parameters"]["properties"]}
+        names += functions
+        kinds.append(task.kind)
+    again = open_world(TaskSection(DRAWN), 3, None)
+    assert again.task("train", 29) == task and again.task("held_out", 29) != task
+    assert len({*names}) > 0.9 * len(names)
+    looked = sum(kind.startswith("look-up") for kind in kinds) / len(kinds)
+    assert 0.6 < looked < 0.9 and len({*kinds}) >= 4
+
+
+def test_no_drawn_name_is_one_of_the_held_out_domains():
+    """Names that these alone have are in no vocabulary, whole or as a word of a name."""
+    theirs = set().union(*map(_names, HELD_OUT)) - set().union(*map(_names, TRAINED))
+    assert {"booking", "enrolment_id", "roaming"} < theirs
+    words = VOCABULARY
+    drawn = [*words["things"], *words["people"], *words["items"], *words["parts"]]
+    drawn += [*words["plain_words"], *words["id_words"], *words["goods"]]
+    for kind in ("numbers", "enums", "days", "verbs", "part_verbs"):
+        drawn += [name for entry in words[kind] for name in entry["names"]]
+    drawn += [name for kind in words if kind.endswith("_names") for name in words[kind]]
+    assert len(drawn) > 500
+    singular = {word.removesuffix("s") for name in drawn for word in re.split("[_ ]", name)}
+    assert not {name.removesuffix("s") for name in theirs} & (singular | {*drawn})
+
+
+def _names(name):
+    """The names of a domain's tables, fields, tools and arguments, and the words of these."""
+    domain, _ = build(name, 0)
+    names = {*domain.tables, *domain.by_name}
+    for tool in domain.tools:
+        names |= {*tool["function"]["parameters"]["properties"]}
+    records = [row for table in domain.tables.values() for row in table.values()]
+    names |= {field for field, _ in leaves(records)}
+    return names | {word for each in names for word in each.split("_")}

@@ -35,7 +35,11 @@ def build(name: str, seed: int) -> tuple[Domain, Words]:
     Raises UserError for a file of which no domain can be made.
     """
     blueprint = load_blueprint(name)
-    rng = random.Random(f"world/{blueprint['domain']}/{seed}")
+    return make(blueprint, random.Random(f"world/{blueprint['domain']}/{seed}"), name)
+
+
+def make(blueprint: Json, rng: random.Random, where: str) -> tuple[Domain, Words]:
+    """Returns the domain of a blueprint, as `rng` draws it. UserError that begins with `where`."""
     try:
         words = draw_words(blueprint, rng)
         draws = ColumnDraws(PHRASES["names"], words.today, rng, {})
@@ -47,7 +51,7 @@ def build(name: str, seed: int) -> tuple[Domain, Words]:
         _compile(words.data)
     except (*FAULTS, ToolError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"{name}: no domain can be made ({problem})") from None
+        raise UserError(f"{where}: no domain can be made ({problem})") from None
     return Domain(blueprint["domain"], draws.tables, tools, _policy(words, tools)), words
 
 

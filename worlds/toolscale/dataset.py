@@ -88,7 +88,7 @@ class DomainWorld:
             preference,
             _bounds(tau2, experts),
             self.name,
-            tau2["domain"],
+            tau2.get("kind", tau2["domain"]),
             offers,
             {"task": tau2, "experts": experts},
         )
@@ -104,7 +104,8 @@ class DomainWorld:
 
     def environment(self, task: Task, seed: int) -> DomainEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
-        domain = self.domains[task.kind].started(task.data["task"].get("initial_state"))
+        tau2 = task.data["task"]
+        domain = self.domains[tau2["domain"]].started(tau2.get("initial_state"))
         return DomainEnvironment(domain, task, seed, self.models)
 
     def lesson(self, index: int, most_tools: int = 0) -> tuple[DomainEnvironment, Iterator[Lesson]]:
@@ -143,8 +144,12 @@ def teach(env: DomainEnvironment, skill: float = 1.0) -> Iterator[Lesson]:
             yield Lesson("", "", call, env.do(call))
         yield Lesson("", SAY["done"].format(""))
         return
-    for lesson in right_turns(env):
-        yield Lesson("", *lesson)
+    thoughts = [*env.task.data["task"].get("thoughts", ())]  # the first, and what is decided
+    for number, lesson in enumerate(right_turns(env)):
+        call = lesson[1]
+        reads = call and env.domain.by_name[call.name]["kind"] == "read"
+        thought = thoughts.pop(0) if thoughts and (not number or not reads) else ""
+        yield Lesson(thought, *lesson)
 
 
 def load_world(

@@ -7,6 +7,7 @@ never right: what depends on a record has to be looked up. Of each list of sente
 are used. Worlds, checks and scores are those of data_gen.py.
 """
 
+import ast
 import copy
 import itertools
 import json
@@ -14,12 +15,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from worlds.toolscale import drawn
 from worlds.toolscale.act import UnfitError
-from worlds.toolscale.blueprint import BUILT_IN, build
+from worlds.toolscale.blueprint import BUILT_IN, build, load_blueprint
 from worlds.toolscale.dataset import DomainWorld
 from worlds.toolscale.domain import Domain
 from worlds.toolscale.planner import Planner
-from worlds.toolscale.program import Json, parse_call, rules
+from worlds.toolscale.program import Json, evaluate, parse, parse_call, rules
+from worlds.toolscale.records import holds
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import mentions, task_text, verify
 from worlds.toolscale.words import Words
@@ -27,9 +30,25 @@ from worlds.toolscale.words import Words
 DOMAINS, LEVELS = 3, (1, 2)  # domains that a seed chooses, and levels in turn
 TASKS = 20_000  # of a split
 SENTENCES = 4  # of each list of a domain's file
-SKILL = 0.2  # the share of demonstrations that are right
 # Golden calls of a task; characters of its policy and tools, and of what its calls return.
 MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1300, 600
+DRAWS = 12  # of tasks from one drawn domain, until it is drawn again
+MOST_DRAWS = 60  # of a task with a condition
+MOST_OTHERS = 3  # tools that a drawn task has beside those that it may need
+# Worlds: domains as they are, drawn anew for each task, and as they are with more conditions.
+SMALL = AS_THEY_ARE, DRAWN, CONDITIONS = "domains", "domains-drawn", "domains-conditions"
+DECIDES, CONDITIONAL = ("if", "rule"), 2 / 3  # what a look-up decides, and its share
+MIND, MINDED = ("mind",), 0.08  # the share of users who have thought better of it
+SAYS_LOOK = "I look first."
+SIGNS = {
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.In: "in",
+}
 LOOK = "Look up what a wish is about before you do it or refuse it."
 
 
@@ -37,46 +56,84 @@ LOOK = "Look up what a wish is about before you do it or refuse it."
 class SmallTasks(Sequence):
     """The tasks of a split. A task is a function of its number, and drawn when it is asked for.
 
-    `name`, which each task's id begins with, seeds the draws. `domains` take turns.
+    `name`, which each task's id begins with, seeds the draws. `domains` take turns: names, and
+    parts of a domain, or none if the domain is drawn anew for each task. With `conditions` two of
+    three tasks have a fact or a rule that has to be looked up, and the teacher says what it reads.
     """
 
     name: str
-    domains: Sequence[tuple[Domain, Words]]
+    domains: Sequence[tuple[str, tuple[Domain, Words] | None]]
+    conditions: bool = False
 
     def __len__(self) -> int:
         return TASKS
 
     def __getitem__(self, number: int) -> Json:
         place, which = divmod(number, len(self.domains))
-        world, words = self.domains[which]
-        level = LEVELS[place % len(LEVELS)]
+        kind, parts = self.domains[which]
+        level, twists = LEVELS[place % len(LEVELS)], ()
+        if self.conditions:
+            place = random.Random(f"{self.name}/{number}").random()
+            if place < CONDITIONAL + MINDED:
+                twists = DECIDES if place < CONDITIONAL else MIND
+            level = 2 if twists else 1
         for draw in itertools.count():
-            name = f"{self.name}-{world.name}-{number}-{draw}"
+            if draw == MOST_DRAWS:  # its conditions need more look-ups than fit
+                level, twists = 1, ()
+            name = f"{self.name}-{kind}-{number}-{draw}"
+            world, words = parts or drawn.draw(f"{kind}/{self.name}-{number}-{draw // DRAWS}")
+            inner, rng = getattr(world, "inner", world), random.Random(name)
+            planner = Planner(inner, words, rng)
+            if twists:
+                shares = planner.twists
+                planner.twists = {twist: shares[twist] for twist in twists if twist in shares}
+            others = 1 if parts else rng.randint(1, MOST_OTHERS)
             try:
-                task = _small(Planner(world, words, random.Random(name)), level, name)
+                task = _small(planner, level, name, others)
             except UnfitError:
                 continue
+            if not self.conditions:
+                del task["thoughts"]
+            if parts is None:
+                task = world.task(task)
             if _fits(world, task) and not verify(world, task):
                 return task
 
 
 def small_world(
-    seed: int, name: str = "domains", chosen: Sequence[str] | None = None
+    seed: int,
+    name: str = "domains",
+    chosen: Sequence[str] | None = None,
+    spoiled: float = 0.0,
 ) -> DomainWorld:
     """Returns the tasks of built-in domains, TASKS in each split. UserError for an unknown one.
 
-    chosen: their names; without them the seed chooses three.
+    chosen: their names; without them the seed chooses three. A `name` that begins with DRAWN has
+    domains that are drawn anew for each task, one that begins with CONDITIONS has the domains as
+    they are; in both, two of three tasks have a condition. `spoiled` is the share of demonstrations
+    that do one thing wrong.
     """
+    kind = name.partition(":")[0]
     chosen = chosen or random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
     built = []
     for domain_name in chosen:
+        if kind == DRAWN:
+            if domain_name != drawn.INVENTED:
+                load_blueprint(domain_name)
+            built.append((domain_name, None))
+            continue
         domain, words = build(domain_name, seed)
         words = copy.deepcopy(words)  # `build` keeps what it returns
         _shorten(words.data["wishes"])
-        built.append((domain, words))
-    splits = {split: SmallTasks(f"{seed}-{split}", built) for split in ("train", "held_out")}
-    domains = {domain.name: domain for domain, _ in built}
-    return DomainWorld(splits, domains, seed, name, skill=SKILL)
+        built.append((domain.name, (domain, words)))
+    conditions = kind in (DRAWN, CONDITIONS)
+    splits = {
+        split: SmallTasks(f"{seed}-{split}", built, conditions) for split in ("train", "held_out")
+    }
+    domains = {parts[0].name: parts[0] for _, parts in built if parts}
+    if kind == DRAWN:
+        domains = drawn.DrawnDomains()
+    return DomainWorld(splits, domains, seed, name, skill=1.0 - spoiled)
 
 
 def _shorten(wishes) -> None:
@@ -89,7 +146,7 @@ def _shorten(wishes) -> None:
                 _shorten(part)
 
 
-def _small(planner, level, name) -> Json:
+def _small(planner, level, name, others) -> Json:
     """A task with fewer tools, a policy of its own, and a user who says at once who they are."""
     rng, world, words = planner.rng, planner.domain, planner.words
     act = planner.generate(level, rng.randrange(len(planner.kinds)), known=True)
@@ -101,7 +158,8 @@ def _small(planner, level, name) -> Json:
         criteria = criteria | {"actions": _needed(world, task)}
     offered = {parse_call(call)[0] for kind in kinds for call in wishes[kind].get("do", ())}
     offered |= {action["name"] for action in criteria["actions"]}
-    offered.add(rng.choice([name for name in task["tools"] if name not in offered]))
+    spare = [name for name in task["tools"] if name not in offered]
+    offered |= {*rng.sample(spare, min(others, len(spare)))}
     tools = [name for name in task["tools"] if name in offered]
     kept = [rule for rule in task["rules"] if rule["check"] == "never"]
     instructions = task["user_scenario"]["instructions"]
@@ -127,7 +185,57 @@ def _small(planner, level, name) -> Json:
         "evaluation_criteria": criteria,
         "wishes": [task["wishes"][0] | {"say": told["reason_for_call"], "actions": every}],
         "rules": kept,
+        "kind": _kind(world, criteria, act.twists),
+        "thoughts": _thoughts(world, criteria, act),
     }
+
+
+def _kind(world, criteria, twists) -> str:
+    """What a task asks for."""
+    kinds = [world.by_name[action["name"]]["kind"] for action in criteria["actions"]]
+    looks = "look-up, then " if "read" in kinds else ""
+    if "handover" in kinds:
+        return f"{looks}hand over"
+    if "write" in kinds:
+        return f"{looks}write"
+    return f"{looks}answer" if criteria["communicate_info"] else f"{looks}refuse"
+
+
+def _thoughts(world, criteria, act) -> list[str]:
+    """What the teacher thinks first, and when it has looked up what decides.
+
+    A name of a field stands in <>.
+    """
+    if not act.twists:
+        return ["", ""]
+    read = [_read(test, scope) for test, scope in act.tests]
+    kinds = {world.by_name[action["name"]]["kind"] for action in criteria["actions"]}
+    if act.twists[-1][1]:
+        decided = "I do it."
+    else:
+        decided = "I do the other." if kinds - {"read"} else "I leave it."
+    return [SAYS_LOOK, f"{' '.join(read)} {decided}".strip()]
+
+
+def _read(test, scope) -> str:
+    """A test as it is read: "<credits> 15 >= 9: yes."; "" if it is more than one comparison."""
+    node = parse(test).value
+    if not isinstance(node, ast.Compare):
+        return ""
+    sign = SIGNS[type(node.ops[0])]
+    paths = [each for each in ast.walk(node.left) if isinstance(each, ast.Attribute)]
+    try:
+        sides = [evaluate(ast.unparse(each), scope) for each in (node.left, *node.comparators)]
+        named = []
+        for path in paths:
+            value = evaluate(ast.unparse(path), scope)
+            named.append(f"<{path.attr}>" if isinstance(value, list) else f"<{path.attr}> {value}")
+    except (LookupError, TypeError):
+        return ""
+    if not isinstance(node.left, ast.Attribute):
+        named.append(f"= {sides[0]}")
+    left, right = " ".join(named), ", ".join(sides[1]) if isinstance(sides[1], list) else sides[1]
+    return f"{left} {sign} {right}: {'yes' if holds(test, scope) else 'no'}."
 
 
 def _needed(world, task) -> list[Json]:
