@@ -14,13 +14,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import test_updates
 import torch
+from forked import fork, statuses
 from gguf_files import write_gguf
 from safetensors.torch import load_file
 
@@ -434,46 +434,21 @@ def fail(how: str) -> None:
         ("all", {"a bad path": 1}),
     ],
 )
-def test_an_error_of_one_rank_ends_all_and_one_of_all_is_printed_once(tmp_path, how, counts):
-    """The ranks are forked, which costs no import of torch."""
+def test_an_error_of_one_rank_ends_all_and_one_of_all_is_printed_once(
+    tmp_path, monkeypatch, how, counts
+):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    printed, processes = tmp_path / "printed", []
-    for rank in range(2):
-        process = os.fork()
-        if process == 0:
-            status = 99
-            try:
-                out = os.open(printed, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-                os.dup2(out, 1)
-                os.dup2(out, 2)
-                sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank)}
-                module.BEAT_S, module.JOIN_S = 0.2, 3.0 if how == "before" else 60.0
-                status = fail(how)
-                sys.stdout.flush()
-                sys.stderr.flush()
-            finally:
-                os._exit(status)
-        processes.append(process)
-    try:
-        statuses, end = {}, time.monotonic() + 50
-        while len(statuses) < 2 and time.monotonic() < end:
-            for process in set(processes) - set(statuses):
-                ended, status = os.waitpid(process, os.WNOHANG)
-                if ended:
-                    statuses[process] = os.waitstatus_to_exitcode(status)
-            time.sleep(0.02)
-        output = printed.read_text()
-        assert len(statuses) == 2 and all(statuses.values()), output
-        assert {text: output.count(text) for text in counts} == counts, output
-        assert "Traceback" not in output
-    finally:
-        for process in set(processes) - set(statuses):
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
+    printed = tmp_path / "printed"
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    monkeypatch.setattr(module, "BEAT_S", 0.2)
+    monkeypatch.setattr(module, "JOIN_S", 3.0 if how == "before" else 60.0)
+    ranks = [fork(lambda: fail(how), printed, **common, RANK=rank) for rank in "01"]
+    ended, output = statuses(*ranks), printed.read_text()
+    assert None not in ended and all(ended), output
+    assert {text: output.count(text) for text in counts} == counts, output
+    assert "Traceback" not in output
 
 
 def test_the_time_out_of_a_rollout_covers_every_turn_with_the_longest_call():
