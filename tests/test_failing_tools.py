@@ -191,4 +191,4 @@ def test_a_run_of_whose_attempts_more_than_half_fail_ends_with_one_line(tmp_path
     (line,) = (line for line in printed.splitlines() if "attempts failed" in line)
     assert "of 24 attempts failed" in line and "infrastructure" in line
     assert "Error: failing did not answer: HTTP 429" in line or "Error: web: no conn" in line
-    assert "Traceback" not in printed
+    assert "UserError" not in printed
