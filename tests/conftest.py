@@ -34,8 +34,8 @@ def generator():
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
+def pytest_runtest_setup():
+    """Sets one thread for each test: a run in this process may have chosen more before."""
     torch.set_num_threads(1)
 
 

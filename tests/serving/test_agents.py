@@ -86,7 +86,7 @@ def test_a_loop_over_openais_client_plays_what_our_loop_plays_bit_for_bit(ours, 
 def test_grpo_with_an_agent_is_the_run_of_our_loop(tmp_path, without_report):
     options = ["--grpo.steps", "2", "--grpo.prompts", "4", "--grpo.group_size", "4"]
     options += ["--rollout.lockstep", "true", "--evaluation.tasks", "4"]
-    options += ["--warm_start.steps", "0", "--run.root", str(tmp_path)]
+    options += ["--warm_start.steps", "0", "--run.root", str(tmp_path), "--run.threads", "1"]
     rows = {}
     for name, more in {"ours": [], "theirs": ["--task.agent", f"{EXAMPLE}:play"]}.items():
         assert train.main([*options, "--run.name", name, *more]) == 0
