@@ -34,8 +34,8 @@ def generator():
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
+def pytest_runtest_setup():
+    """Sets one thread for each test: a run in this process may have chosen more before."""
     torch.set_num_threads(1)
 
 
@@ -86,7 +86,13 @@ def nano_model(make_nano):
 
 
 @pytest.fixture
-def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
+def without_report(monkeypatch):
+    """A run writes no report, which takes seconds."""
+    monkeypatch.setattr("nanorchestra.training.run.write_report", lambda path: None)
+
+
+@pytest.fixture
+def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer, without_report):
     """make_training(name, settings) is a small run of a model that babbles; `train()` trains it.
 
     With resume=True it goes on at its last checkpoint. It is asked to stop after `steps` steps.
@@ -104,7 +110,6 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer):
         return [random.Random(attempt.seed).random() for attempt in attempts]
 
     monkeypatch.setattr(program, "group_rewards", drawn_rewards)
-    monkeypatch.setattr(run_module, "write_report", lambda path: None)  # it takes seconds
     small = {
         "run.threads": 1,
         "run.checkpoint_every": 2,

@@ -42,6 +42,8 @@ TORCH_FREE = (
     "engine.scheduler",
     "engine.block_manager",
     "engine.sequence",
+    "engine.guide",
+    "engine.stream",
     "model.chat",
     "model.parser",
     "records",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from smollm import smollm_file
 
+import serve
 from nanorchestra.config import Config, TaskSection
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.guide import Form, Guide
@@ -28,7 +26,6 @@ from train import supervised_update
 from worlds.load import open_world
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[1]
 WEATHER = {
     "type": "function",
     "function": {
@@ -51,13 +48,11 @@ def adopted():
     return model, adopt(model, tokenizer)[0]
 
 
-def test_a_chat_in_the_terminal():
+def test_a_chat_in_the_terminal(capsys):
     question = "What is the capital of France?"
-    command = [sys.executable, "serve.py", "--model", smollm_file(), "--temperature", "0"]
-    done = subprocess.run(
-        [*command, "--ask", question], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0 and "The capital of France is Paris." in done.stdout, done.stderr
+    command = ["--model", str(smollm_file()), "--temperature", "0", "--ask", question]
+    assert serve.main(command) == 0
+    assert "The capital of France is Paris." in capsys.readouterr().out
 
 
 def test_a_guided_turn_calls_a_tool_by_its_schema(adopted):

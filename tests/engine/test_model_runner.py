@@ -183,7 +183,7 @@ def test_graphs_change_no_token_and_write_no_other_page(engine, with_graphs, qua
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps, quantise", [(1000, ""), (200, "int8")])
+@pytest.mark.parametrize("steps, quantise", [(500, ""), (200, "int8")])
 def test_after_the_start_nothing_is_captured_compiled_or_waited_for(steps, quantise):
     """Requests come and go, alone and in groups, some guided, some with reports.
 

@@ -1,9 +1,6 @@
 """Properties that every kernel has, at the small shapes of benchmarks/gpu_parts/cases.py."""
 
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ import triton.language as tl
 from kernel_check import DEVICE, ORDERS, GuardPages, exit_code, program_order
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import gpu
 from benchmarks.gpu_parts.cases import SMALL, all_cases
 from kernels.common import on_device
 
@@ -100,14 +96,3 @@ def test_a_program_that_needs_an_earlier_one_is_noticed_in_another_order():
             counts[order] = count(torch.zeros(9))
     assert counts["ascending"] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert counts["descending"] == [0, 1, 1, 1, 1, 1, 1, 1, 1] != counts["shuffled"]
-
-
-@pytest.mark.slow
-def test_no_kernel_is_compiled_anew_for_another_number_of_tokens():
-    """Its launches at 1, 777 and 2,000 tokens ask the compiler for the same variants."""
-    code = "from benchmarks.gpu_parts.compile import specialisations as s; print(s(''))"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=gpu.ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.stdout == "[]\n", done.stdout + done.stderr

@@ -1,8 +1,6 @@
 """Another model gets Qwen3's markers, and is otherwise the same."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -98,12 +96,10 @@ def test_the_command_refuses_in_one_line(tmp_path, nano_model, nano_tokenizer, c
 
 
 @pytest.mark.slow
-def test_the_real_model_is_adopted_and_transformers_loads_it(tmp_path):
+def test_the_real_model_is_adopted_and_transformers_loads_it(tmp_path, capsys):
     source, out = smollm_file(), tmp_path / "adopted"
-    command = [sys.executable, "-m", "nanorchestra.model.adopt", source, "--out", out]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0 and "-> <tool_call>" in done.stdout, done.stderr
+    assert program.main([str(source), "--out", str(out)]) == 0
+    assert "-> <tool_call>" in capsys.readouterr().out
     assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     words = transformers.AutoTokenizer.from_pretrained(out)

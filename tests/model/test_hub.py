@@ -421,9 +421,11 @@ def test_one_rank_of_a_node_downloads(hub, tmp_path):
     commit = hub.add(REPO, FILES)
     hub.slow_s = 0.02
     code = f"""
+import os
 from nanorchestra.settings import load_config
 from nanorchestra.training.build import fetch_policy
 from nanorchestra.training.distributed import Ranks, ending_together
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if os.fork() else "1"
 ranks = Ranks.start()
 with ending_together(ranks):
     config = fetch_policy(load_config("nano", {{"model.path": "{REPO}"}}), ranks)
@@ -435,18 +437,9 @@ ranks.close()
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    children = []
-    for rank in ("0", "1"):
-        variables |= {"RANK": rank, "LOCAL_RANK": rank}
-        command = [sys.executable, "-c", code]
-        children.append(
-            subprocess.Popen(
-                command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    for child in children:
-        out, err = child.communicate(timeout=60)
-        assert out.strip() == f"{REPO}@{commit}", err
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [f"{REPO}@{commit}"] * 2, done.stderr
     assert len([text for text in hub.requests if text.startswith("HEAD /Qwen")]) == len(FILES)
     assert len([text for text in hub.requests if text.startswith("GET /Qwen")]) == len(FILES)
 

@@ -83,10 +83,10 @@ def test_a_loop_over_openais_client_plays_what_our_loop_plays_bit_for_bit(ours, 
 
 
 @pytest.mark.slow
-def test_grpo_with_an_agent_is_the_run_of_our_loop(tmp_path, monkeypatch):
+def test_grpo_with_an_agent_is_the_run_of_our_loop(tmp_path, without_report):
     options = ["--grpo.steps", "2", "--grpo.prompts", "4", "--grpo.group_size", "4"]
     options += ["--rollout.lockstep", "true", "--evaluation.tasks", "4"]
-    options += ["--warm_start.steps", "0", "--run.root", str(tmp_path)]
+    options += ["--warm_start.steps", "0", "--run.root", str(tmp_path), "--run.threads", "1"]
     rows = {}
     for name, more in {"ours": [], "theirs": ["--task.agent", f"{EXAMPLE}:play"]}.items():
         assert train.main([*options, "--run.name", name, *more]) == 0
@@ -215,7 +215,7 @@ def test_an_agent_that_fails_ends_its_own_attempt_alone(ours, world, function, s
             return function(attempt)
         return ask(attempt, attempt.task["messages"]).content
 
-    rollout = agent(ours, play, timeout_s=8.0 if function is endless else 60.0)
+    rollout = agent(ours, play, timeout_s=4.0 if function is endless else 60.0)
     envs = [world.environment(world.task("train", index), 0) for index in range(3)]
     bad, *good = rollout.run(envs, [1, 2, 3])
     assert bad.status == status and failure in bad.failure and bad.outcome == 0

@@ -1,11 +1,12 @@
 """Many ranks train as one does, however the model is sharded and packed, and they end together.
 
-Run as a program, `test_distributed.py FILE`, this file is one rank that does the jobs in the JSON
+Run as a program, `test_distributed.py FILE`, this file is all ranks, which do the jobs in the JSON
 FILE.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -19,11 +20,12 @@ from pathlib import Path
 import pytest
 import test_updates
 import torch
+from forked import fork, statuses
 from gguf_files import write_gguf
 from safetensors.torch import load_file
 
 from nanorchestra.config import Config
-from nanorchestra.errors import UserError
+from nanorchestra.errors import UserError, command
 from nanorchestra.model import saving
 from nanorchestra.model.lora import adapters, add_adapters, reset, save_adapter
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -241,6 +243,18 @@ def end(ranks: Ranks, how: str) -> dict[str, torch.Tensor]:
     return {}
 
 
+def all_ranks(file: str) -> None:
+    """Forks the other ranks, so that torch is imported once, and is rank 0."""
+    for rank in range(1, int(os.environ["WORLD_SIZE"])):
+        if os.fork() == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            break
+    one_rank(file)
+
+
 def one_rank(file: str) -> None:
     job = json.loads(Path(file).read_text())
     torch.set_num_threads(1)
@@ -278,23 +292,20 @@ def run(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3])),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder / "job.json")],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
+    first = subprocess.Popen(
+        [sys.executable, __file__, str(folder / "job.json")],
+        env=os.environ | common | {"RANK": "0", "LOCAL_RANK": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        output, _ = processes[0].communicate(timeout=200)
-        assert processes[0].returncode != 0 and reason in output, output
+        output, _ = first.communicate(timeout=200)
+        assert first.returncode != 0 and reason in output, output
     finally:
-        for process in processes[1:]:
-            process.kill()
-            process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, signal.SIGKILL)
     return {name: torch.load(folder / f"{name}.pt") for name, _, _ in jobs[:-1]}
 
 
@@ -394,30 +405,23 @@ def test_when_a_rank_hangs_the_others_end_and_say_so(tmp_path):
     run(tmp_path, 2, [], "hang", "a rank has died or hangs", silence=3)
 
 
-PROGRAM = """
-import os, sys
-from nanorchestra.errors import UserError, command
-from nanorchestra.tools.models import Endpoint
-from nanorchestra.tools.models import Endpoint
-from nanorchestra.training import distributed as module
-module.BEAT_S, module.JOIN_S = 0.2, float(sys.argv[2])
-rank, how = os.environ["RANK"], sys.argv[1]
-
 @command("train.py")
-def main(arguments):
+def fail(how: str) -> None:
+    """A rank that ends with an error, before or after all have started."""
+    rank = os.environ["RANK"]
     if how == "before" and rank == "1":
         raise UserError("no config")
     if how == "device" and rank == "1":
-        def refuse(ranks, device): raise UserError("no GPU here")
-        module.Ranks._choose_device = refuse
-    ranks = module.Ranks.start("cpu")
-    with module.ending_together(ranks):
+
+        def refuse(ranks, device):
+            raise UserError("no GPU here")
+
+        Ranks._choose_device = refuse
+    ranks = Ranks.start("cpu")
+    with ending_together(ranks):
         if how == "all" or rank == "1":
             raise UserError("a bad path")
         ranks.barrier()
-
-sys.exit(main([]))
-"""
 
 
 @pytest.mark.slow
@@ -430,31 +434,21 @@ sys.exit(main([]))
         ("all", {"a bad path": 1}),
     ],
 )
-def test_an_error_of_one_rank_ends_all_and_one_of_all_is_printed_once(tmp_path, how, counts):
-    (tmp_path / "program.py").write_text(PROGRAM)
+def test_an_error_of_one_rank_ends_all_and_one_of_all_is_printed_once(
+    tmp_path, monkeypatch, how, counts
+):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    printed = tmp_path / "printed"
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    common |= {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    seconds = "3" if how == "before" else "60"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "program.py"), how, seconds],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        output = "".join(process.communicate(timeout=50)[1] for process in processes)
-        assert all(process.returncode for process in processes)
-        assert {text: output.count(text) for text in counts} == counts, output
-        assert "Traceback" not in output
-    finally:
-        for process in processes:
-            process.kill()
+    monkeypatch.setattr(module, "BEAT_S", 0.2)
+    monkeypatch.setattr(module, "JOIN_S", 3.0 if how == "before" else 60.0)
+    ranks = [fork(lambda: fail(how), printed, **common, RANK=rank) for rank in "01"]
+    ended, output = statuses(*ranks), printed.read_text()
+    assert None not in ended and all(ended), output
+    assert {text: output.count(text) for text in counts} == counts, output
+    assert "Traceback" not in output
 
 
 def test_the_time_out_of_a_rollout_covers_every_turn_with_the_longest_call():
@@ -464,4 +458,4 @@ def test_the_time_out_of_a_rollout_covers_every_turn_with_the_longest_call():
 
 
 if __name__ == "__main__":
-    one_rank(sys.argv[1])
+    all_ranks(sys.argv[1])

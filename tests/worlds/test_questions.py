@@ -342,7 +342,9 @@ def test_rows_whose_calls_do_not_lead_to_the_answer_teach_nothing(world, capsys)
 
 
 @pytest.mark.slow
-def test_grpo_on_recorded_replies_is_the_run_that_was_recorded(tmp_path, monkeypatch, capsys):
+def test_grpo_on_recorded_replies_is_the_run_that_was_recorded(
+    tmp_path, monkeypatch, capsys, without_report
+):
     """Replies, seconds and failures are drawn at random, so that no two recordings are equal."""
     monkeypatch.setattr("nanorchestra.tools.http.random.uniform", lambda *_: 0.0)
     hold_to_calls_of_roles(monkeypatch, load_rollout(NANO, AttemptLimits(), {}, 1).tokenizer)
@@ -379,16 +381,15 @@ def test_grpo_on_recorded_replies_is_the_run_that_was_recorded(tmp_path, monkeyp
     recorded = of_a_run(tmp_path / "recorded")
     assert asked > 10 and any("loss" in step for step in recorded["steps"])
     files = {file: file.read_bytes() for file in kept.rglob("*.json")}
-    for name in ("first", "second"):  # the server is down
-        assert run(f"replay:{kept}", name) == 0
-        replayed = of_a_run(tmp_path / name)
-        for part in recorded.keys() - {"steps"}:
-            assert replayed[part] == recorded[part], part
-        for step, before in zip(replayed["steps"], recorded["steps"], strict=True):
-            assert step | {"retried": 0} == before | {"retried": 0}, "but for what was repeated"
-        (done,) = (tmp_path / name).glob("*-dry-run")
-        assert json.loads((done / "summary.json").read_text())["bill_usd"] == {}
-        assert not list(done.glob("spent/*"))
+    assert run(f"replay:{kept}", "replayed") == 0  # the server is down
+    replayed = of_a_run(tmp_path / "replayed")
+    for part in recorded.keys() - {"steps"}:
+        assert replayed[part] == recorded[part], part
+    for step, before in zip(replayed["steps"], recorded["steps"], strict=True):
+        assert step | {"retried": 0} == before | {"retried": 0}, "but for what was repeated"
+    (done,) = (tmp_path / "replayed").glob("*-dry-run")
+    assert json.loads((done / "summary.json").read_text())["bill_usd"] == {}
+    assert not list(done.glob("spent/*"))
     assert {file: file.read_bytes() for file in kept.rglob("*.json")} == files
     capsys.readouterr()
     assert run(f"replay:{kept}", "another", seed="1") == 2, "other questions were not asked"
@@ -398,7 +399,9 @@ def test_grpo_on_recorded_replies_is_the_run_that_was_recorded(tmp_path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.skipif(not FRAMES.exists(), reason="the data beside the project are absent")
-def test_training_on_frames_asks_real_experts_and_a_real_judge(tmp_path, monkeypatch):
+def test_training_on_frames_asks_real_experts_and_a_real_judge(
+    tmp_path, monkeypatch, without_report
+):
     nano, alone = load_rollout(NANO, AttemptLimits(), {}, 1), threading.Lock()
     judged = itertools.count()
     hold_to_calls_of_roles(monkeypatch, nano.tokenizer)
