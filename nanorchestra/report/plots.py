@@ -1,10 +1,8 @@
 """The figures of a run, drawn by matplotlib from plain rows.
 
 A panel is a function that draws on one Axes; `figure` lays panels out and returns the image. Money
-is in m$, thousandths of a dollar. A run starts without matplotlib: it is imported to draw.
+is in m$, thousandths of a dollar.
 """
-
-from __future__ import annotations
 
 import fnmatch
 import io
@@ -12,19 +10,19 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from nanorchestra.report.run import TITLES, label, scalars
 from nanorchestra.schemas import Json
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 BEFORE, AFTER = "C6", "C0"  # of the style's colours
 MARKERS = "s^vD"  # of routers, when the colours are all used
 Rows = list[Json]
-Panel = Callable[["Axes"], None]
+Panel = Callable[[Axes], None]
 
 
 def figure(panels: Sequence[Panel], kind: str, width: float = 3.7, height: float = 2.6) -> bytes:
@@ -32,9 +30,6 @@ def figure(panels: Sequence[Panel], kind: str, width: float = 3.7, height: float
 
     Width and height of a panel are in inches. The same panels give the same bytes.
     """
-    from matplotlib import style
-    from matplotlib.figure import Figure
-
     with style.context(STYLE):
         rows, columns = math.ceil(len(panels) / 3), min(len(panels), 3)
         drawn = Figure(figsize=(width * columns, height * rows), layout="constrained")
