@@ -70,7 +70,8 @@ class Column:
         self.picture.text(LEFT + 10, self.y + 20, title, 13, bold=True)
         self.picture.text(RIGHT - 10, self.y + 20, right, 13, "end", "soft")
         for number, line in enumerate(lines):
-            self.picture.text(LEFT + 10, self.y + 41 + 19 * number, line, 13, mono=True)
+            aligned = line.replace("  ", "\N{NO-BREAK SPACE}" * 2)  # SVG joins plain spaces
+            self.picture.text(LEFT + 10, self.y + 41 + 19 * number, aligned, 13, mono=True)
         self.y += height + 8
 
     def end(self) -> Picture:
@@ -83,10 +84,11 @@ def attempt(record: Json) -> Picture:
     """One attempt: what is read, what is sampled, what the tools say and charge, the reward."""
     column = Column("walk-attempt", "One attempt at a task, from the prompt to its reward")
     task, played = record["task"], record["attempts"][SHOWN]
-    column.heading(f"Attempt {SHOWN + 1}: {played['ids']} tokens, {played['sampled']} of them sampled")
+    words = f"{played['ids']} tokens, {played['sampled']} of them sampled"
+    column.heading(f"Attempt {SHOWN + 1}: {words}")
     _key(column, (("given to the model", "first"), ("sampled by it", "second")))
     wrap = 46
-    lines = []
+    lines = ["(seconds, cents, expert, name of the tool)"]
     for tool in task["tools"]:
         lines.append(f"{tool['latency']:02d}s {tool['price']:02d}c {tool['what']} {tool['name']}")
     for words in (task["question"], task["preference"]):
@@ -142,38 +144,33 @@ def group(record: Json) -> Picture:
     column.heading("Eight attempts at the same task")
     column.note(f"the user wants it fast; reward: mean {mean:.3f}, std {std:.3f}")
     column.y += 16
-    zero, scale = 352, 26  # pixels of an advantage of 1
+    zero, scale = 318, 24  # pixels of an advantage of 1
     for x, words, anchor in (
-        (LEFT, "asked", "start"),
-        (238, "time", "end"),
-        (296, "reward", "end"),
-        (zero, "advantage", "middle"),
+        (LEFT + 76, "asked", "start"),
+        (220, "time", "end"),
+        (280, "reward", "end"),
+        (zero - 16, "advantage", "start"),
     ):
         picture.text(x, column.y, words, 13, anchor, "soft")
     column.y += 8
     for number, each in enumerate(attempts):
-        top = column.y + number * 34
-        names = [name for turn in each["turns"] for name in turn["calls"]]
+        top = column.y + number * 32
         picture.text(LEFT, top + 18, str(number + 1), 13, bold=True)
         picture.text(LEFT + 18, top + 18, "right" if each["outcome"] else "wrong", 13)
-        x = LEFT + 60
-        for name in names:
-            width = 30
-            picture.label(x, top + 3, width, 22, [name[0].upper()], "second", size=13)
-            x += width + 4
-        picture.text(238, top + 18, f"{each['s']:.0f} s", 13, "end", mono=True)
-        picture.text(296, top + 18, f"{each['reward']:.3f}", 13, "end", mono=True)
+        x = LEFT + 66
+        for turn in each["turns"]:
+            for name in turn["calls"]:
+                picture.label(x, top + 3, 28, 22, [name[0].upper()], "second", size=13)
+                x += 32
+        picture.text(220, top + 18, f"{each['s']:.0f} s", 13, "end", mono=True)
+        picture.text(280, top + 18, f"{each['reward']:.3f}", 13, "end", mono=True)
         size = each["advantage"] * scale
         picture.box(zero + min(size, 0), top + 3, abs(size), 22, "both" if size > 0 else "alarm", 1)
-        inside = f"{each['advantage']:+.2f}"
-        beyond = zero + size + (4 if size < 0 else -4)
-        x, anchor = (zero + 4, "start") if size > 0 else (zero - 4, "end")
-        if abs(size) < 34:
-            x, anchor = (zero + 5, "start") if size < 0 else (beyond, "end")
-        picture.text(x, top + 19, inside, 13, anchor, mono=True)
-    picture.line((zero, column.y), (zero, column.y + 34 * len(attempts) - 4), arrow=False)
-    column.y += 34 * len(attempts) + 14
-    column.note("S, M, L: the experts small, medium, large, in the order of the calls")
+        words = f"{each['advantage']:+.2f}"
+        picture.text(zero + max(size, 0) + 5, top + 18, words, 13, mono=True)
+    picture.line((zero, column.y), (zero, column.y + 32 * len(attempts) - 4), arrow=False)
+    column.y += 32 * len(attempts) + 14
+    column.note("S, M, L: the experts small, medium and large, as they were asked")
     column.note(f"advantage = (reward - {mean:.3f}) / {std:.3f}")
     column.y -= 6
     return column.end()
@@ -184,7 +181,7 @@ def wishes(record: Json) -> Picture:
     column = Column("walk-wishes", "The rewards of the same attempts under four preferences")
     picture, attempts = column.picture, record["attempts"]
     column.heading("The same eight attempts under four wishes")
-    column.note("the longer the bar, the higher the reward; framed: the best of a wish")
+    column.note("bar: the reward; framed: the best of a wish")
     column.y += 14
     names = list(record["wishes"])
     first, width = 130, 72
@@ -195,20 +192,20 @@ def wishes(record: Json) -> Picture:
     picture.text(LEFT, column.y + 18, "weights", 13, kind="soft")
     column.y += 30
     for number, each in enumerate(attempts):
-        top = column.y + number * 32
+        top = column.y + number * 34
         called = "".join(n[0].upper() for turn in each["turns"] for n in turn["calls"])
         words = f"{number + 1}  {'right' if each['outcome'] else 'wrong'} {called}"
         picture.text(LEFT, top + 18, words, 13)
         for place, name in enumerate(names):
             rewards = record["wishes"][name]["rewards"]
-            x, bar = first + place * width, (width - 8) * rewards[number]
-            picture.box(x, top + 3, width - 8, 22, "free", 1)
-            if bar:
-                picture.box(x, top + 3, bar, 22, "both", 1)
+            x, cell = first + place * width, width - 8
+            picture.text(x + 6, top + 17, f"{rewards[number]:.2f}", 13, mono=True)
+            picture.box(x, top + 22, cell, 6, "free", 0)
+            if rewards[number]:
+                picture.box(x, top + 22, cell * rewards[number], 6, "both", 0)
             if rewards[number] == max(rewards):
-                picture.frame(x, top + 3, width - 8, 22)
-            picture.text(x + 6, top + 19, f"{rewards[number]:.2f}", 13, mono=True)
-    column.y += 32 * len(attempts) + 16
+                picture.frame(x - 1, top + 1, cell + 2, 28)
+    column.y += 34 * len(attempts) + 16
     column.note("weights: of a right answer, of low cost, of little time")
     column.y -= 6
     return column.end()
@@ -223,13 +220,20 @@ def prefix_tree(record: Json) -> Picture:
     column.y += 6
     final = record["steps"][-1]["tables"]
     order = sorted(range(len(final)), key=lambda i: final[i])
+    names = [f"{i + 1} {each['turns'][0]['calls'][0][0].upper()}" for i, each in numbered(record)]
     for step in record["steps"]:
-        _tree(column, step, order, size)
+        _tree(column, step, order, names)
+    column.note("S, M, L: the expert that the attempt asks first")
     column.y -= 6
     return column.end()
 
 
-def _tree(column: Column, step: Json, order: list[int], size: int) -> None:
+def numbered(record: Json) -> Any:
+    """Returns pairs of an attempt's number, from 0, and the attempt."""
+    return enumerate(record["attempts"])
+
+
+def _tree(column: Column, step: Json, order: list[int], names: list[str]) -> None:
     """Draws the block tables of a step: one row an attempt, a shared page as one box."""
     picture, tables = column.picture, step["tables"]
     alone = sum(len(table) for table in tables)
@@ -237,36 +241,33 @@ def _tree(column: Column, step: Json, order: list[int], size: int) -> None:
     words = f"{step['tokens']} tokens computed, {step['held']} pages"
     if alone > step["held"]:
         words += f" ({alone} unshared)"
-    picture.text(LEFT + 58, column.y + 14, words, 13, kind="soft")
+    picture.text(LEFT + 62, column.y + 14, words, 13, kind="soft")
     trunk = 14  # pages that are drawn as one box
-    row, cell, first = 20, 41, 100
+    row, cell, first = 20, 36, 104
     top = column.y + 26
+    order = [i for i in order if tables[i]]  # at first one attempt alone has pages
     rows = [tables[i] for i in order]
-    taken = sum(1 for table in rows if table)
-    if taken < len(rows):  # so far only one attempt has pages
-        rows = [table for table in rows if table]
     height = row * len(rows)
     kind = "both" if len(rows) > 1 else "second"
-    for place, name in enumerate(i for i in order if tables[i]):
-        picture.text(LEFT, top + place * row + 15, str(name + 1), 13, kind="soft")
-    picture.box(LEFT + 16, top, first - LEFT - 18, height, kind)
-    picture.text((LEFT + 14 + first) / 2, top + height / 2 + 5, f"0 to {trunk - 1}", 13, "middle")
+    for place, i in enumerate(order):
+        picture.text(LEFT, top + place * row + 15, names[i], 13, kind="soft")
+    picture.box(LEFT + 30, top, first - LEFT - 30, height, kind, 2)
+    picture.text((LEFT + 30 + first) / 2, top + height / 2 + 5, f"0 to {trunk - 1}", 13, "middle")
     longest = max(len(table) for table in rows)
     for depth in range(trunk, longest):
-        start = 0
         bounds = [0]
         for place, (above, below) in enumerate(pairwise(rows)):
             if above[depth : depth + 1] != below[depth : depth + 1]:
                 bounds.append(place + 1)
         bounds.append(len(rows))
-        x = first + (depth - trunk) * cell - (depth - trunk) * 3
+        x = first + (depth - trunk) * cell
         for start, end in pairwise(bounds):
             page = rows[start][depth : depth + 1]
             if page:
                 kind = "both" if end - start > 1 else "second"
-                picture.box(x, top + start * row, cell - 3, (end - start) * row, kind, 2)
+                picture.box(x, top + start * row, cell, (end - start) * row, kind, 2)
                 middle = top + (start + end) * row / 2 + 5
-                picture.text(x + (cell - 3) / 2, middle, str(page[0]), 13, "middle", mono=True)
+                picture.text(x + cell / 2, middle, str(page[0]), 13, "middle", mono=True)
     column.y = top + height + 16
 
 
@@ -280,41 +281,41 @@ def choice(record: Json) -> Picture:
     scale = 220  # pixels of a probability of 1
     for word, old, new in zip(found["words"], found["old"], found["new"], strict=True):
         draws = [each["advantage"] for each in found["group"] if each["word"] == word]
-        pull = sum(draws) - old * sum(each["advantage"] for each in found["group"])
         top = column.y
         picture.text(LEFT, top + 16, word.strip(), 15, bold=True)
-        picture.text(RIGHT, top + 16, f"push {pull:+.2f}", 13, "end", mono=True)
+        picture.text(RIGHT, top + 16, f"push {sum(draws):+.2f}", 13, "end", mono=True)
         terms = " ".join(f"{value:+.2f}" for value in draws)
-        picture.text(LEFT + 66, top + 16, terms, 13, kind="soft", mono=True)
+        picture.text(LEFT + 76, top + 16, terms, 13, kind="soft", mono=True)
         for line, (name, value, kind) in enumerate(
             (("before", old, "free"), ("after", new, "both" if new > old else "alarm"))
         ):
             y = top + 26 + line * 24
             picture.text(LEFT, y + 15, name, 13, kind="soft")
-            picture.box(LEFT + 66, y, value * scale, 20, kind, 1)
-            picture.text(LEFT + 74 + value * scale, y + 15, f"{value:.3f}", 13, mono=True)
+            picture.box(LEFT + 76, y, value * scale, 20, kind, 1)
+            picture.text(LEFT + 84 + value * scale, y + 15, f"{value:.3f}", 13, mono=True)
         column.y += 92
     column.note("soft: the advantages of the attempts that drew the word")
-    column.note("push: the sum of these, less p times the sum of all eight")
+    column.note("push: their sum; those of all eight add up to 0")
     column.y -= 6
     return column.end()
 
 
 def tokens(record: Json) -> Picture:
     """The sampled tokens of two attempts, and how one step moves their log-probabilities."""
-    column = Column("walk-tokens", "Sampled tokens of two attempts that a step makes likelier or not")
+    column = Column("walk-tokens", "Tokens of two attempts that one step makes likelier or not")
     column.heading("Which tokens one step moves")
     _key(column, (("likelier", "both"), ("less likely", "alarm"), ("by under 0.02", "free")))
     for index in (SHOWN, 2):
         played = record["attempts"][index]
-        column.y += 20
+        column.y += 28
         words = f"attempt {index + 1}: advantage {played['advantage']:+.2f}"
         column.picture.text(LEFT, column.y, words, 13, bold=True)
         column.y += 10
         _flow(column, record["tokens"][index])
-    column.y += 16
-    column.note("number: the change of the token's log-probability, in nats, where it is 0.1 or more")
-    column.note("framed: entropy of 0.3 nats or more; the advantage counts only there")
+    column.y += 24
+    column.note("number: the change of the log-probability, from 0.1 on")
+    column.note("framed: the model chooses (entropy from 0.3 nats on)")
+    column.note("_ is a space, \\n a line break")
     column.y -= 6
     return column.end()
 
@@ -344,10 +345,20 @@ def tiles(record: Json) -> Picture:
     column = Column("walk-tiles", "How a kernel computes a log-probability tile by tile")
     picture, found = column.picture, record["kernel"]
     width, count = found["width"], len(found["top"])
-    column.heading(f"{found['vocab']} logits in {count} tiles of {width}")
+    tall = -(-found["in_loss"] // found["rows"])
+    column.heading(f"{found['in_loss']} ids times {found['vocab']} logits: {tall} x {count} tiles")
+    column.note(f"a program owns a tile, {found['rows']} ids in the loss times {width} logits")
+    chosen = found["target"] // width
+    cell = (RIGHT - LEFT) / count
+    for row in range(tall):
+        for number in range(count):
+            kind = "device" if row == found["row"] // found["rows"] else "free"
+            kind = "second" if kind == "device" and number == chosen else kind
+            picture.box(LEFT + number * cell, column.y + row * 10, cell, 10, kind, 0)
+    column.y += tall * 10 + 26
     column.note(
-        f'the row of " {found["word"].strip()}" (id {found["target"]}); a tile holds {found["rows"]} '
-        f"rows of the {found['in_loss']} ids in the loss"
+        f'what these {count} programs write for one of their ids, "{found["word"]}" (id '
+        f"{found['target']}) in attempt {found['attempt']}:"
     )
     column.y += 14
     whole = max(found["top"])
@@ -368,24 +379,26 @@ def tiles(record: Json) -> Picture:
         picture.text(160, top + 16, f"{found['top'][number]:.2f}", 13, "end", mono=True)
         picture.text(228, top + 16, f"{found['sum'][number]:.2f}", 13, "end", mono=True)
         share = masses[number] / total
-        chosen = number == found["target"] // width
-        picture.box(246, top + 3, max(1, share * 88), 18, "second" if chosen else "device", 1)
+        picture.box(
+            246, top + 3, max(1, share * 88), 18, "second" if number == chosen else "device", 1
+        )
         picture.text(342, top + 16, f"{share:.4f}", 13, mono=True)
-        if chosen:
+        if number == chosen:
             picture.frame(LEFT - 6, top, RIGHT - LEFT + 12, 24)
     column.y += count * 24 + 24
     logsumexp = whole + log(total)
-    logit = found["logit"][found["target"] // width]
+    logit = found["logit"][chosen]
     column.panel(
         "merge",
         "one program a row",
         [
-            f"M   = largest m           = {whole:.3f}",
-            f"lse = M + log sum s e^(m-M) = {logsumexp:.3f}",
+            f"M = the largest m = {whole:.3f}",
+            f"lse = M + log(sum of s exp(m - M)) = {logsumexp:.3f}",
             f"log p = z - lse = {logit:.3f} - {logsumexp:.3f} = {logit - logsumexp:.3f}",
         ],
         "device",
     )
-    column.note(f"the naive formula over all {found['vocab']} logits at once: {found['logprob']:.3f}")
+    column.y += 12
+    column.note(f"the plain formula, all {found['vocab']} logits at once: {found['logprob']:.3f}")
     column.y -= 6
     return column.end()

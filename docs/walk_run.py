@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def record() -> Json:
     walk = play_group()
     task, attempts, tokenizer = walk.task, walk.attempts, walk.tokenizer
     batch, entropy, before = scored(walk)
-    kernel = kernel_tiles(walk, batch)
+    kernel = kernel_tiles(walk, batch, entropy)
     update = make_update(walk)
     _, _, after = scored(walk)
     return {
@@ -284,7 +284,7 @@ def choice_of(walk: Walk, before: list[float]) -> Json:
     reference = probabilities(walk.trainer.reference, ids, temperature)[:limit]
     drawn = sorted({sample.ids[place] for sample in samples}, key=lambda i: -float(reference[i]))
     return {
-        "before": walk.tokenizer.decode(ids[-12:]),
+        "before": walk.tokenizer.decode(ids[-5:]),
         "words": [walk.tokenizer.decode([i]) for i in drawn],
         "old": [rounded(float(reference[i])) for i in drawn],
         "new": [rounded(float(now[i])) for i in drawn],
@@ -317,50 +317,49 @@ def wishes(task: Task, attempts: list[Trajectory]) -> Json:
 
 
 @torch.no_grad()
-def kernel_tiles(walk: Walk, batch: MicroBatch) -> Json:
+def kernel_tiles(walk: Walk, batch: MicroBatch, entropy: list[float]) -> Json:
     """Returns what the kernel of the log-probabilities writes for each tile of one row.
 
-    The launch is that of kernels/logprob.py, of the first ids in the loss that fill a tile of rows.
-    The row is the first at which the attempts differ.
+    The launch is that of kernels/logprob.py, of the tile of rows that has the row. It is the line
+    break after a thought at which the policy was least sure: to answer, or to go on.
     """
-    hidden = walk.trainer.hidden(batch)
+    line_break = walk.tokenizer.encode("\n")[0]
+    breaks = [i for i, target in enumerate(batch.targets.tolist()) if target == line_break]
+    row = max(breaks, key=lambda i: entropy[i])
+    counts = [sample.count for sample in walk.group.samples]
+    attempt = next(i for i in range(len(counts)) if row < sum(counts[: i + 1]))
+
     weight, limit = walk.model.output_weight, walk.trainer.vocab_limit
     tile = logprob.pick("logprob_forward", torch.float32)
     rows, width = tile["BLOCK_T"], tile["BLOCK_V"]
-    hidden, targets = hidden[:rows].contiguous(), batch.targets[:rows].contiguous()
+    place = slice(row // rows * rows, row // rows * rows + rows)
+    hidden = walk.trainer.hidden(batch)[place].contiguous()
+    targets = batch.targets[place].contiguous()
     chunks = -(-limit // width)
-    partials = hidden.new_zeros(4, rows, chunks)
+    partials = hidden.new_zeros(4, len(hidden), chunks)
     scale = 1 / walk.config.rollout.temperature
     triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=hidden.device))
     logprob._logprob_chunks[(chunks,)](
-        hidden, weight, targets, partials, scale, rows, limit, hidden.shape[1], 1, **tile
+        hidden, weight, targets, partials, scale, len(hidden), limit, hidden.shape[1], 1, **tile
     )
-    row = choice_row(walk)
-    whole, entropy = logprob.naive_linear_logprob(
-        hidden[row : row + 1], weight, targets[row : row + 1], 1 / scale, limit
-    )
-    top, total, _, target = partials[:, row].tolist()
+    row_in_tile = row - place.start
+    one = slice(row_in_tile, row_in_tile + 1)
+    whole, _ = logprob.naive_linear_logprob(hidden[one], weight, targets[one], 1 / scale, limit)
+    top, total, _, target = partials[:, row_in_tile].tolist()
     return {
+        "attempt": attempt + 1,
         "rows": rows,
         "width": width,
-        "hidden": hidden.shape[1],
         "vocab": limit,
+        "in_loss": len(batch.targets),
         "row": row,
-        "target": int(targets[row]),
-        "word": walk.tokenizer.decode([int(targets[row])]),
+        "target": int(targets[row_in_tile]),
+        "word": "\\n",
         "top": [rounded(value) for value in top],
         "sum": [rounded(value) for value in total],
         "logit": [rounded(value) for value in target],
         "logprob": rounded(float(whole[0])),
-        "in_loss": len(batch.targets),
     }
-
-
-def choice_row(walk: Walk) -> int:
-    """Returns which id in the loss of attempt 1 is the first at which the attempts differ."""
-    samples = walk.group.samples
-    place = first_difference([sample.ids for sample in samples])
-    return sum(samples[0].in_loss[:place])
 
 
 def first_difference(lists: list[list[int]]) -> int:
