@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from statistics import fmean, stdev
 
 import torch
 import walk_run
@@ -46,6 +45,7 @@ from train import policy_loss
 ROOT = walk_run.ROOT
 NANO, BASE = ROOT / "assets" / "nano", ROOT / "assets" / "base"
 ROUNDING = 1e-4  # nats: the engine computes in float32, the plain decoder in float64
+START_S = 180  # until the server listens: importing torch takes seconds, on a busy machine more
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def serving() -> Finding:
     body = {"model": "nano", "prompt": prompt, "max_tokens": 40, "temperature": 1, "seed": 7}
     body |= {"logprobs": 0, "return_token_ids": True}
     try:
-        answer = post(port, "/v1/completions", body, deadline=time.monotonic() + 50)
+        answer = post(server, port, "/v1/completions", body)
     finally:
         server.terminate()
         status = server.wait(30)
@@ -284,8 +284,9 @@ def serving() -> Finding:
     )
 
 
-def post(port: int, path: str, body: dict, deadline: float) -> dict:
-    """Returns the JSON that a server answers; waits for it to listen. UserError after `deadline`."""
+def post(server: subprocess.Popen, port: int, path: str, body: dict) -> dict:
+    """Returns the JSON that a server answers, as soon as it listens. UserError if it never does."""
+    end = time.monotonic() + START_S
     while True:
         client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         try:
@@ -295,8 +296,9 @@ def post(port: int, path: str, body: dict, deadline: float) -> dict:
             require(response.status == 200, f"POST {path}: status {response.status}: {text[:200]}")
             return json.loads(text)
         except ConnectionRefusedError:
-            require(time.monotonic() < deadline, f"port {port}: no server listens after 50 s")
-            time.sleep(0.1)
+            require(server.poll() is None, f"serve.py ended with status {server.poll()}")
+            require(time.monotonic() < end, f"port {port}: no server listens after {START_S} s")
+            time.sleep(0.2)
         finally:
             client.close()
 

@@ -32,7 +32,7 @@ def draw_walk() -> list[Picture]:
     return [
         attempt(record),
         group(record),
-        wishes(record),
+        preferences(record),
         prefix_tree(record),
         choice(record),
         tokens(record),
@@ -170,24 +170,24 @@ def group(record: Json) -> Picture:
         picture.text(zero + max(size, 0) + 5, top + 18, words, 13, mono=True)
     picture.line((zero, column.y), (zero, column.y + 32 * len(attempts) - 4), arrow=False)
     column.y += 32 * len(attempts) + 14
-    column.note("S, M, L: the experts small, medium and large, as they were asked")
+    column.note("S, M, L: small, medium, large, in the order of asking")
     column.note(f"advantage = (reward - {mean:.3f}) / {std:.3f}")
     column.y -= 6
     return column.end()
 
 
-def wishes(record: Json) -> Picture:
-    """The rewards that the same attempts earn under four wishes."""
-    column = Column("walk-wishes", "The rewards of the same attempts under four preferences")
+def preferences(record: Json) -> Picture:
+    """The rewards that the same attempts earn under four preferences."""
+    column = Column("walk-preferences", "The rewards of the same attempts under four preferences")
     picture, attempts = column.picture, record["attempts"]
-    column.heading("The same eight attempts under four wishes")
-    column.note("bar: the reward; framed: the best of a wish")
+    column.heading("The same eight attempts, four preferences")
+    column.note("bar: the reward; framed: the highest of a column")
     column.y += 14
-    names = list(record["wishes"])
-    first, width = 130, 72
+    names = list(record["preferences"])
+    first, width = 124, 72
     for place, name in enumerate(names):
         picture.text(first + place * width, column.y, name, 13, bold=True)
-        weights = "  ".join(f"{weight:g}" for weight in record["wishes"][name]["weights"])
+        weights = "  ".join(f"{weight:g}" for weight in record["preferences"][name]["weights"])
         picture.text(first + place * width, column.y + 18, weights, 13, kind="soft")
     picture.text(LEFT, column.y + 18, "weights", 13, kind="soft")
     column.y += 30
@@ -197,7 +197,7 @@ def wishes(record: Json) -> Picture:
         words = f"{number + 1}  {'right' if each['outcome'] else 'wrong'} {called}"
         picture.text(LEFT, top + 18, words, 13)
         for place, name in enumerate(names):
-            rewards = record["wishes"][name]["rewards"]
+            rewards = record["preferences"][name]["rewards"]
             x, cell = first + place * width, width - 8
             picture.text(x + 6, top + 17, f"{rewards[number]:.2f}", 13, mono=True)
             picture.box(x, top + 22, cell, 6, "free", 0)

@@ -185,7 +185,7 @@ def record() -> Json:
             "grad_norm": rounded(update["grad_norm"]),
         },
         "choice": choice_of(walk, before),
-        "wishes": wishes(task, attempts),
+        "preferences": preferences(task, attempts),
         "page_size": walk.engine.blocks.page_size,
         "steps": [walk.steps[number - 1] for number in STEPS],
         "kernel": kernel,
@@ -306,8 +306,8 @@ def probabilities(model: Qwen3, ids: list[int], temperature: float) -> Tensor:
     return (model.logits(hidden[-1:])[0] / temperature).softmax(-1)
 
 
-def wishes(task: Task, attempts: list[Trajectory]) -> Json:
-    """Returns the rewards of the attempts, had the user wished otherwise: by wish."""
+def preferences(task: Task, attempts: list[Trajectory]) -> Json:
+    """Returns the rewards of the attempts, had the user another preference: by its name."""
     rewards = {}
     for name, (_, weights) in PREFERENCES.items():
         preference = Preference("", *weights)
