@@ -80,7 +80,7 @@ class Walk:
     player: Rollout
     task: Task
     attempts: list[Trajectory]
-    steps: list[Json]  # of the engine, as `Watch` writes them
+    steps: list[Json]  # of the engine, as `PageWatch` writes them
 
     @property
     def group(self) -> Group:
@@ -102,7 +102,7 @@ def play_group(config: Config | None = None) -> Walk:
     engine = build_engine(config, model, tokenizer, ranks, dtype)
     publish(config, model, engine, dtype)
     player = build_rollout(config, engine, PRICES[POLICY], config.rollout.temperature)
-    watch = Watch(engine)
+    watch = PageWatch(engine)
 
     seeds = attempt_seeds(config.run.seed, 0, grpo.prompts * grpo.group_size)
     seeds = seeds[PROMPT * grpo.group_size : (PROMPT + 1) * grpo.group_size]
@@ -125,7 +125,7 @@ def play_group(config: Config | None = None) -> Walk:
     return Walk(config, model, tokenizer, trainer, engine, player, task, attempts, watch.steps)
 
 
-class Watch:
+class PageWatch:
     """Writes down the block tables of an engine's sessions at the end of each of its steps."""
 
     def __init__(self, engine: Engine):
@@ -157,9 +157,8 @@ class Watch:
         )
 
 
-def record() -> Json:
-    """Returns what docs/walk.json holds."""
-    walk = play_group()
+def record(walk: Walk) -> Json:
+    """Returns what docs/walk.json holds. Makes an update on the model of the walk."""
     task, attempts, tokenizer = walk.task, walk.attempts, walk.tokenizer
     batch, entropy, before = scored(walk)
     kernel = kernel_tiles(walk, batch, entropy)
@@ -375,7 +374,7 @@ def rounded(value: float) -> float:
 @command("docs/walk_run.py")
 def main(arguments: list[str]) -> int:
     """Writes docs/walk.json."""
-    lines = [f'"{name}": {json.dumps(value)}' for name, value in record().items()]
+    lines = [f'"{name}": {json.dumps(value)}' for name, value in record(play_group()).items()]
     RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     return 0
 
