@@ -136,31 +136,6 @@ def decoder() -> Finding:
     )
 
 
-def pages() -> Finding:
-    """The engine holds one page for each different prefix (block_manager.py, scheduler.py)."""
-    walk = group()
-    size = walk.engine.blocks.page_size
-    wrong = []
-    for step in walk.steps:
-        prefixes, part_filled = set(), 0
-        for attempt, computed in zip(walk.attempts, step["computed"], strict=True):
-            for end in range(size, computed + 1, size):
-                prefixes.add(tuple(attempt.ids[:end]))
-            part_filled += computed % size > 0
-        if len(prefixes) + part_filled != step["held"]:
-            wrong.append(step["step"])
-    tokens = sum(step["tokens"] for step in walk.steps)
-    turns = [turn for attempt in walk.attempts for turn in attempt.turns]
-    most = max(walk.steps, key=lambda step: step["held"])
-    unshared = sum(len(table) for table in most["tables"])
-    return Finding(
-        f"{len(walk.steps)} steps; at most {most['held']} pages (unshared {unshared}); {tokens} "
-        f"tokens computed, where each turn by itself takes {sum(turn.end for turn in turns)}",
-        "the set of prefixes of the attempts' ids" + f"; steps {wrong} differ" * bool(wrong),
-        not wrong,
-    )
-
-
 def loop() -> Finding:
     """An attempt's calls, cost, time and sampled tokens (agent/loop.py) follow from its text."""
     walk = group()
@@ -226,6 +201,31 @@ def rewards() -> Finding:
     )
 
 
+def pages() -> Finding:
+    """The engine holds one page for each different prefix (block_manager.py, scheduler.py)."""
+    walk = group()
+    size = walk.engine.blocks.page_size
+    wrong = []
+    for step in walk.steps:
+        prefixes, part_filled = set(), 0
+        for attempt, computed in zip(walk.attempts, step["computed"], strict=True):
+            for end in range(size, computed + 1, size):
+                prefixes.add(tuple(attempt.ids[:end]))
+            part_filled += computed % size > 0
+        if len(prefixes) + part_filled != step["held"]:
+            wrong.append(step["step"])
+    tokens = sum(step["tokens"] for step in walk.steps)
+    turns = [turn for attempt in walk.attempts for turn in attempt.turns]
+    most = max(walk.steps, key=lambda step: step["held"])
+    unshared = sum(len(table) for table in most["tables"])
+    return Finding(
+        f"{len(walk.steps)} steps; at most {most['held']} pages (unshared {unshared}); {tokens} "
+        f"tokens computed, where each turn by itself takes {sum(turn.end for turn in turns)}",
+        "the set of prefixes of the attempts' ids" + f"; steps {wrong} differ" * bool(wrong),
+        not wrong,
+    )
+
+
 def grpo_step() -> Finding:
     """The gradient of the loss (train.py's policy_loss, packing.py) is a difference quotient.
 
@@ -275,12 +275,16 @@ def serving() -> Finding:
     )
     prompt = prompt_ids()
     body = {"model": "nano", "prompt": prompt, "max_tokens": 40, "temperature": 1, "seed": 7}
-    body |= {"logprobs": 0, "return_token_ids": True}
+    body |= {"logprobs": 1, "return_token_ids": True}
     try:
         answer = post(server, port, "/v1/completions", body)
     finally:
         server.terminate()
-        status = server.wait(30)
+        try:
+            status = server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            status = server.wait()
     (choice,) = answer["choices"]
     ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
     plain = plain_logprobs(plain_weights(NANO), prompt + ids, len(prompt))
@@ -311,7 +315,7 @@ def post(server: subprocess.Popen, port: int, path: str, body: dict) -> dict:
             client.close()
 
 
-CHECKS: list[Callable[[], Finding]] = [decoder, pages, loop, rewards, grpo_step, serving]
+CHECKS: list[Callable[[], Finding]] = [decoder, loop, rewards, pages, grpo_step, serving]
 
 
 @command("docs/walk.py")
