@@ -346,8 +346,10 @@ def tiles(record: Json) -> Picture:
     picture, found = column.picture, record["kernel"]
     width, count = found["width"], len(found["top"])
     tall = -(-found["in_loss"] // found["rows"])
-    column.heading(f"{found['in_loss']} ids times {found['vocab']} logits: {tall} x {count} tiles")
-    column.note(f"a program owns a tile, {found['rows']} ids in the loss times {width} logits")
+    column.heading(
+        f"{found['in_loss']} tokens times {found['vocab']} logits: {tall} x {count} tiles"
+    )
+    column.note(f"a program owns a tile: {found['rows']} sampled tokens, {width} logits")
     chosen = found["target"] // width
     cell = (RIGHT - LEFT) / count
     for row in range(tall):
@@ -357,7 +359,7 @@ def tiles(record: Json) -> Picture:
             picture.box(LEFT + number * cell, column.y + row * 10, cell, 10, kind, 0)
     column.y += tall * 10 + 26
     column.note(
-        f'what these {count} programs write for one of their ids, "{found["word"]}" (id '
+        f'what these {count} programs write for one token, "{found["word"]}" (id '
         f"{found['target']}) in attempt {found['attempt']}:"
     )
     column.y += 14
@@ -365,7 +367,7 @@ def tiles(record: Json) -> Picture:
     masses = [s * exp(m - whole) for m, s in zip(found["top"], found["sum"], strict=True)]
     total = sum(masses)
     for x, words, anchor in (
-        (LEFT, "ids", "start"),
+        (LEFT, "logits", "start"),
         (160, "max m", "end"),
         (228, "sum s", "end"),
         (246, "share of the softmax", "start"),

@@ -72,6 +72,9 @@ def test_a_picture_is_legible_in_light_and_dark_and_shown_on_a_page(name):
         colour = rf"\.{kind} {{ fill: (#\w+) }}"
         assert re.search(colour, light)[1] != re.search(colour, dark)[1], kind
     assert 'fill="#' not in text, "a colour of its own does not follow the scheme"
+    sizes = [float(size) for size in re.findall(r'font-size="(\d+)"', text)]
+    if name.startswith("walk-"):  # a phone of 390 px shows it on 358
+        assert min(sizes) * 358 / float(root.get("width")) > 11
     pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
     assert any(f"](pictures/{name})" in page for page in pages)
 
