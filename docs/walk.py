@@ -117,22 +117,24 @@ def decoder() -> Finding:
     """The log-probabilities of engine (native.c) and trainer (qwen3.py) are those of plain code."""
     model, tokenizer = load_model(str(NANO))
     prompt, params = prompt_ids(), SamplingParams(max_tokens=60, temperature=1.0, seed=3)
-    by_torch = Engine(model, tokenizer, num_pages=64)
-    (done,) = by_torch.generate([prompt], params)
-    ids = prompt + done.token_ids
-    scores = by_torch.score([ids])[0][len(prompt) - 1 :]  # in one pass, as the trainer computes
-    pack(model)
-    (by_c,) = Engine(model, tokenizer, num_pages=64).generate([prompt], params)
+    weights, gaps = plain_weights(NANO), []
 
-    plain = plain_logprobs(plain_weights(NANO), ids, len(prompt))
-    gaps = [
-        float((plain - torch.tensor(found, dtype=torch.float64)).abs().max())
-        for found in (done.logprobs, scores, by_c.logprobs)
-    ]
+    def compare(ids, logprobs):
+        plain = plain_logprobs(weights, prompt + ids, len(prompt))
+        gaps.append(float((plain - torch.tensor(logprobs, dtype=torch.float64)).abs().max()))
+
+    engine = Engine(model, tokenizer, num_pages=64)
+    (done,) = engine.generate([prompt], params)  # by PyTorch, token by token
+    compare(done.token_ids, done.logprobs)
+    (scores,) = engine.score([prompt + done.token_ids])  # in one pass, as the trainer computes
+    compare(done.token_ids, scores[len(prompt) - 1 :])
+    pack(model)
+    (done,) = Engine(model, tokenizer, num_pages=64).generate([prompt], params)  # by C
+    compare(done.token_ids, done.logprobs)
     return Finding(
         f"{len(done.token_ids)} sampled tokens; largest difference {max(gaps):.1e} nats",
         "plain_logits, one sequence in float64 without a cache",
-        max(gaps) < ROUNDING and by_c.token_ids == done.token_ids,
+        max(gaps) < ROUNDING,
     )
 
 
