@@ -223,7 +223,7 @@ def pages() -> Finding:
     return Finding(
         f"{len(walk.steps)} steps; at most {most['held']} pages (unshared {unshared}); {tokens} "
         f"tokens computed, where each turn by itself takes {sum(turn.end for turn in turns)}",
-        "the set of prefixes of the attempts' ids" + f"; steps {wrong} differ" * bool(wrong),
+        "the set of prefixes of the attempts' ids" + f"; {len(wrong)} steps differ" * bool(wrong),
         not wrong,
     )
 
