@@ -45,6 +45,7 @@ from train import policy_loss
 ROOT = walk_run.ROOT
 NANO, BASE = ROOT / "assets" / "nano", ROOT / "assets" / "base"
 ROUNDING = 1e-4  # nats: the engine computes in float32, the plain decoder in float64
+HOT = 2.0  # temperature: draws unlikely tokens too, whose log-probabilities are far from 0
 START_S = 180  # until the server listens: importing torch takes seconds, on a busy machine more
 
 
@@ -116,18 +117,18 @@ def group() -> walk_run.Walk:
 def decoder() -> Finding:
     """The log-probabilities of engine (native.c) and trainer (qwen3.py) are those of plain code."""
     model, tokenizer = load_model(str(NANO))
-    prompt, params = prompt_ids(), SamplingParams(max_tokens=60, temperature=1.0, seed=3)
+    prompt, params = prompt_ids(), SamplingParams(max_tokens=60, temperature=HOT, seed=3)
     weights, gaps = plain_weights(NANO), []
 
-    def compare(ids, logprobs):
-        plain = plain_logprobs(weights, prompt + ids, len(prompt))
+    def compare(ids, logprobs, temperature=HOT):
+        plain = plain_logprobs(weights, prompt + ids, len(prompt), temperature)
         gaps.append(float((plain - torch.tensor(logprobs, dtype=torch.float64)).abs().max()))
 
     engine = Engine(model, tokenizer, num_pages=64)
     (done,) = engine.generate([prompt], params)  # by PyTorch, token by token
     compare(done.token_ids, done.logprobs)
     (scores,) = engine.score([prompt + done.token_ids])  # in one pass, as the trainer computes
-    compare(done.token_ids, scores[len(prompt) - 1 :])
+    compare(done.token_ids, scores[len(prompt) - 1 :], temperature=1.0)
     pack(model)
     (done,) = Engine(model, tokenizer, num_pages=64).generate([prompt], params)  # by C
     compare(done.token_ids, done.logprobs)
@@ -276,7 +277,7 @@ def serving() -> Finding:
         stderr=subprocess.DEVNULL,
     )
     prompt = prompt_ids()
-    body = {"model": "nano", "prompt": prompt, "max_tokens": 40, "temperature": 1, "seed": 7}
+    body = {"model": "nano", "prompt": prompt, "max_tokens": 40, "temperature": HOT, "seed": 7}
     body |= {"logprobs": 1, "return_token_ids": True}
     try:
         answer = post(server, port, "/v1/completions", body)
@@ -289,7 +290,7 @@ def serving() -> Finding:
             status = server.wait()
     (choice,) = answer["choices"]
     ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    plain = plain_logprobs(plain_weights(NANO), prompt + ids, len(prompt))
+    plain = plain_logprobs(plain_weights(NANO), prompt + ids, len(prompt), HOT)
     gap = float((plain - torch.tensor(logprobs, dtype=torch.float64)).abs().max())
     return Finding(
         f"{len(ids)} tokens by HTTP; largest difference {gap:.1e} nats; exit status {status}",
