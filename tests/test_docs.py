@@ -1,6 +1,6 @@
 """The pages name files that exist; a script draws their pictures, which are what the code does."""
 
-import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -18,20 +18,45 @@ from nanorchestra.engine.sequence import Request, SamplingParams, Sequence
 from nanorchestra.engine.step_inputs import Capacity, StepInputs, group_by_prefix
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "docs" / "pictures.py"
-spec = importlib.util.spec_from_file_location("pictures", SCRIPT)
-pictures = importlib.util.module_from_spec(spec)
-sys.modules["pictures"] = pictures  # dataclasses look their module up
-spec.loader.exec_module(pictures)
+sys.path.insert(0, str(ROOT / "docs"))
+
+import pictures  # noqa: E402
+import walk  # noqa: E402
+import walk_run  # noqa: E402
 
 
-def test_the_script_draws_the_committed_files_byte_for_byte(tmp_path):
-    copy = tmp_path / "pictures.py"
-    copy.write_bytes(SCRIPT.read_bytes())
-    subprocess.run([sys.executable, str(copy)], check=True)
-    drawn = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
-    committed = {path.name: path.read_bytes() for path in pictures.FOLDER.iterdir()}
-    assert drawn == committed, "run `python docs/pictures.py` and commit docs/pictures/"
+def test_the_script_draws_the_committed_files_byte_for_byte():
+    committed = {path.name: path.read_text() for path in pictures.FOLDER.iterdir()}
+    assert pictures.draw_all() == committed, "run `python docs/pictures.py`, commit docs/pictures/"
+
+
+@pytest.mark.slow
+def test_the_run_of_the_walk_is_what_the_project_computes():
+    """But for rounding, which differs from machine to machine."""
+    recorded = json.loads(walk_run.RECORD.read_text())
+    assert alike(json.loads(json.dumps(walk_run.record(walk_run.play_group()))), recorded), (
+        "run `python docs/walk_run.py` and `python docs/pictures.py`, and read docs/walk.md again"
+    )
+
+
+def alike(found, recorded):
+    """Whether two values of JSON are the same, but for the last digits of their numbers."""
+    if isinstance(recorded, dict):
+        return found.keys() == recorded.keys() and alike(list(found.values()), [*recorded.values()])
+    if isinstance(recorded, list):
+        return len(found) == len(recorded) and all(map(alike, found, recorded))
+    return found == (pytest.approx(recorded, 1e-2, 1e-3) if type(recorded) is float else recorded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, 6))  # the sixth starts a server, which other tests do
+def test_a_check_of_the_walk_agrees(number):
+    assert walk.CHECKS[number - 1]().agree
+
+
+def test_a_check_that_is_not_there_is_one_line(capsys):
+    assert walk.main(["7"]) == 2
+    assert capsys.readouterr().err == "docs/walk.py: there is no check '7'; there are 1 to 6\n"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in pictures.FOLDER.iterdir()))
@@ -47,6 +72,9 @@ def test_a_picture_is_legible_in_light_and_dark_and_shown_on_a_page(name):
         colour = rf"\.{kind} {{ fill: (#\w+) }}"
         assert re.search(colour, light)[1] != re.search(colour, dark)[1], kind
     assert 'fill="#' not in text, "a colour of its own does not follow the scheme"
+    sizes = [float(size) for size in re.findall(r'font-size="(\d+)"', text)]
+    if name.startswith("walk-"):  # a phone of 390 px shows it on 358
+        assert min(sizes) * 358 / float(root.get("width")) > 11
     pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
     assert any(f"](pictures/{name})" in page for page in pages)
 
@@ -121,7 +149,7 @@ def test_the_inputs_of_the_picture_are_those_of_the_engine():
                 assert name in fields, name
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/engine.md", "docs/kernels.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/engine.md", "docs/kernels.md", "docs/walk.md"])
 def test_a_page_names_only_files_that_exist(page):
     if not (ROOT / ".git").exists():
         pytest.skip("an archive has no list of its files")

@@ -33,6 +33,7 @@ BELOW["nanorchestra.training"] = BELOW["nanorchestra.agent"] | {
 BELOW["tools"] = BELOW["reward"] = set(BELOW) - {"tools", "reward"}
 BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
+BELOW["docs"] = BELOW["worlds"] | {"worlds"} | COMMANDS
 
 OPTIONAL = {"flash_attn", "gguf", "httpx", "huggingface_hub", "litellm", "tau2"}
 # They bring jinja2, which few models need, and mcp, which a catalogue with MCP servers needs.
