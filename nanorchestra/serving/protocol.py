@@ -84,6 +84,7 @@ def completed(body: Json, defaults: Json) -> Json:
             content = "".join(part["text"] for part in content)
         role = message["role"].replace("developer", "system")
         message |= {"role": role, "content": content}
+    body.setdefault("logprobs", False)  # of a completion it is a number, and 0 asks for some
     choice, tools = body.get("tool_choice"), body.get("tools", [])
     if isinstance(choice, dict):
         tools = [t for t in tools if t["function"]["name"] == choice["function"]["name"]]
@@ -135,7 +136,7 @@ def as_choices(
     params = SamplingParams(
         **{name: body[name] for name in SAMPLING},
         max_tokens=body.get("max_completion_tokens", body["max_tokens"]),
-        top_logprobs=body.get("top_logprobs", body["logprobs"]),
+        top_logprobs=body.get("top_logprobs", int(body["logprobs"])),
         guide=guide,
     )
     seed = body.get("seed", secrets.randbits(62))
@@ -194,7 +195,7 @@ class Choice:
         else:
             chunk["text"] = delta.get("content", "")
         new = slice(start, self.count)
-        if self.body["logprobs"]:
+        if self.body["logprobs"] is not False:
             chunk["logprobs"] = self._logprobs(
                 ids[new], request.logprobs[new], request.top_logprobs[new]
             )

@@ -151,6 +151,9 @@ def test_completions_go_on_from_text_and_from_ids(client, running):
     text, ids = (create(prompt=p, **settings).choices[0] for p in ("law case", prompt))
     assert text.text == ids.text and len(ids.logprobs.tokens) == 6
     assert "".join(ids.logprobs.tokens) == ids.text
+    own = create(prompt=prompt, **settings | {"logprobs": 0}).choices[0].logprobs
+    assert own.token_logprobs == ids.logprobs.token_logprobs and not any(own.top_logprobs)
+    assert create(prompt=prompt, model="nano", max_tokens=2).choices[0].logprobs is None
     both = create(prompt=[prompt, prompt[:1]], **settings, n=2)
     assert both.choices[0].text == ids.text and len(both.choices) == 4
     assert both.usage.prompt_tokens == len(prompt) + 1
