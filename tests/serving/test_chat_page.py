@@ -66,10 +66,9 @@ def replies(page, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width, scheme", [(390, "light"), (1280, "dark")])
-def test_a_conversation(running, browser, problems, width, scheme):
-    size = {"width": width, "height": 800}
-    page = open_page(browser, running, problems, viewport=size, color_scheme=scheme)
+def test_a_conversation(running, browser, problems):
+    size = {"width": 390, "height": 800}
+    page = open_page(browser, running, problems, viewport=size, color_scheme="light")
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     page.get_by_role("button", name="!ask").click()
@@ -82,8 +81,7 @@ def test_a_conversation(running, browser, problems, width, scheme):
     assert reply.locator(".think").first.inner_text() == "hmm"
     assert reply.locator(".call").inner_text() == 'echo({"text":"hi"}) $0.25, 2.0 s\nhi'
 
-    if width < 900:
-        page.locator("#settings > summary").click()
+    page.locator("#settings > summary").click()
     assert "$0.25 per call" in page.locator("#tools").inner_text()
     page.get_by_role("switch").click()
     page.get_by_label("At most, $").fill("0.5")
@@ -99,9 +97,12 @@ def test_a_conversation(running, browser, problems, width, scheme):
 
     page.reload()
     assert replies(page, 2).count() == 2 and not page.locator("#blank").is_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(22, 24, 28)")
+    for width, scheme, color in ((390, "light", "255, 255, 255"), (1280, "dark", "22, 24, 28")):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == f"rgb({color})"
     assert all(url.startswith(running.base) for url in asked)
     page.get_by_role("button", name="New").click()
     page.reload()
