@@ -16,6 +16,15 @@ It is **`x`** by [here](https://a.example/) and [there](javascript:alert(1)), {E
 1. one
    - {EVIL}
 
+   more of one
+
+2. two
+goes on
+- other
+- - - -
+> quoted
+> * two
+
 ```python
 print("<b>")
 ```
@@ -24,6 +33,15 @@ print("<b>")
 |-|-|
 |1|2|
 """
+# A text that comes a character at a time looks as it does at once.
+AS_IT_COMES = """(text) => {
+  const answer = new Answer(document.createElement("div"));
+  for (const character of text) {
+    answer.say(character);
+    answer.refresh();
+  }
+  return answer.root.innerHTML;
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +175,7 @@ def test_texts_stay_texts_and_what_ends_an_answer_is_said(running, browser, prob
     assert answer.locator("ol li ul li").inner_text() == EVIL
     assert answer.locator("pre code").inner_text() == 'print("<b>")'
     assert answer.locator("th").nth(1).inner_text() == EVIL
+    assert page.evaluate(AS_IT_COMES, MARKDOWN) == answer.inner_html()
 
     half = stream(chunk({"content": "half"}), end="")
     assert "broke off" in ask(half).locator(".error").inner_text()
