@@ -18,6 +18,11 @@ from nanorchestra.serving.http import Server
 
 CALL = '<tool_call>\n{"name": "echo", "arguments": {"text": "hi"}}\n</tool_call>'
 LOOK = '<tool_call>\n{{"name": "look", "arguments": {{"at": "{}"}}}}\n</tool_call>'
+ABOUT = {
+    "about": "One tool.",
+    "examples": ["!ask"],
+    "tools": [{"name": "echo", "description": "says it again", "price": "$0.25 per call"}],
+}
 LOOKS = f"{LOOK.format('left')}\n{CALL}\n{LOOK.format('right')}"
 SCRIPT = {
     "look": f"<think>\nhmm\n</think>\n\n{LOOKS}<|im_end|>",

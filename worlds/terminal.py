@@ -49,10 +49,19 @@ class OpenQuestions:
 
     title = "any question; seconds of tools are measured, prices are the catalogue's"
     examples = ["What is the 1000th prime number?", "Which of your tools is the cheapest?"]
+    about = "Any question. Seconds of tools are measured, prices are the catalogue's."
 
     def __init__(self, tools: list[Tool]):
         self.tools = tools
         self.off: set[str] = set()  # names
+
+    def facts(self) -> Json:
+        """Returns what the chat page shows before a question: examples, tools and their prices."""
+        tools = []
+        for tool in self.tools:
+            description = tool.description.removesuffix(tool.name).strip()
+            tools.append({"name": tool.name, "description": description, "price": price(tool)})
+        return {"about": self.about, "examples": self.examples, "tools": tools}
 
     def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, in words and as a vector. UserError."""
@@ -76,6 +85,11 @@ class MiniatureQuestions(OpenQuestions):
         "simulated, prices and seconds of tools virtual"
     )
     examples = EXAMPLES
+    about = (
+        "The miniature: four kinds of questions, each on its own. Experts are simulated, prices "
+        "and seconds of tools virtual. “60s 74c large” is a large model that takes 60 s, at 74 "
+        "cents for 100,000 tokens; of a tool the cents are for 100 calls."
+    )
 
     def __init__(self, sandbox: Sandbox):
         self.sandbox = sandbox

@@ -1,6 +1,8 @@
 """The routes of the server: who may ask, what is answered, how errors look and how it ends."""
 
 import asyncio
+import base64
+import hashlib
 import logging
 import re
 import secrets
@@ -53,7 +55,25 @@ from nanorchestra.serving.responses import ResponseWriter, read_request
 from nanorchestra.serving.service import Service
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-POLICY = {"content-security-policy": "default-src 'unsafe-inline'; connect-src 'self'"}
+
+
+def page_policy(page: str) -> str:
+    """Returns the Content-Security-Policy of a page: its own style and script, this server alone.
+
+    No text can become markup: the script may not assign any.
+    """
+    allowed = {}
+    for tag in ("style", "script"):
+        text = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        allowed[tag] = f"{tag}-src 'sha256-{digest}'"
+    return (
+        f"default-src 'none'; connect-src 'self'; img-src data:; {allowed['style']}; "
+        f"{allowed['script']}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'"
+    )
+
+
 JSON = "application/json"
 BODY_S = 30.0  # that a body may take to come
 SMALL = 16 << 10  # bytes of a body that does not wait behind large ones
@@ -123,7 +143,8 @@ class Server(uvicorn.Server):
     make_environment(question, words, vector, seed): the environment of an attempt, with the user's
     preference in words and as a vector. defaults: parameters where a body has none. host: where it
     listens. key: "" to serve every client. more(server, read): one more route, whose bodies
-    `read` reads, and the lifespan that it needs.
+    `read` reads, and the lifespan that it needs. about: what the page says of NAME+tools, as
+    `OpenQuestions.facts` returns it.
     """
 
     def __init__(
@@ -135,6 +156,7 @@ class Server(uvicorn.Server):
         host: str = "127.0.0.1",
         key: str = "",
         more: Callable[..., tuple[Route, Any]] | None = None,
+        about: Json | None = None,
     ):
         self.rollout, self.make_environment = rollout, make_environment
         self.defaults = defaults | {"max_tokens": rollout.engine.max_context}
@@ -145,10 +167,12 @@ class Server(uvicorn.Server):
         self.grammars = Grammars(rollout.tokenizer)
         # A thread each: reading bodies holds the interpreter, which the engine needs too.
         self.small, self.large = (ThreadPoolExecutor(1, name) for name in ("small", "large"))
+        self.facts = {"models": self.models} | (about or {})
         model = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
         models = [model | {"id": name} for name in self.models]
         answers = {
-            "/": HTMLResponse(PAGE, headers=POLICY),
+            "/": HTMLResponse(PAGE, headers={"content-security-policy": page_policy(PAGE)}),
+            "/page.json": self._page_facts,
             "/health": JSONResponse({"status": "ok"}),
             "/openapi.json": JSONResponse(OPENAPI),
             "/v1/models": JSONResponse({"object": "list", "data": models}),
@@ -195,6 +219,11 @@ class Server(uvicorn.Server):
         }
         return Response("".join(f"nanorchestra_{name} {rows[name]}\n" for name in rows))
 
+    def _page_facts(self, request) -> Response:
+        """What the page knows of the models and the tools: no more than who may ask."""
+        self._check_key(request)
+        return JSONResponse(self.facts)
+
     async def _complete(self, request) -> Response:
         """Answers a body, at once or as a stream."""
         form = FORMS[request.url.path]
@@ -202,12 +231,16 @@ class Server(uvicorn.Server):
         body, chunks = await self._open(raw, form)
         return answer(form.writer(body), body, chunks)
 
-    async def _raw(self, request):
-        """The bytes of a body. HTTPException if the client may not ask, or sends too much."""
+    def _check_key(self, request):
+        """Raises HTTPException if the client may not ask."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         is_right = secrets.compare_digest(key.strip().encode(), self.key.encode())
         if self.key and not (is_right and scheme.lower() == "bearer"):
             raise HTTPException(401, "the API key is missing or wrong")
+
+    async def _raw(self, request):
+        """The bytes of a body. HTTPException if the client may not ask, or sends too much."""
+        self._check_key(request)
         media = request.headers.get("content-type", "").partition(";")[0]
         if media.strip().lower() != JSON:
             raise HTTPException(415, f"the Content-Type must be {JSON}")

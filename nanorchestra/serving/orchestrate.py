@@ -145,6 +145,8 @@ class ServedAttempt:
                 if t.status == "infrastructure":
                     raise HTTPException(502, t.failure)
                 report = {name: getattr(t, name) for name in REPORTED}
+                if t.answer and "answer" in (known := self.attempt.env.task.data):
+                    report |= {"right": t.outcome > 0, "expected": known["answer"]}
                 delta = {"content": t.answer} if t.answer else {}
                 reason = "stop" if t.status == "answered" else "length"
                 yield _chunk(delta, reason, turns=[asdict(turn) for turn in t.turns], **report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from running_server import Running, scripted
+from running_server import ABOUT, Running, scripted
 
 from nanorchestra.engine.engine import Engine
 from nanorchestra.serving import http, service
@@ -23,7 +23,7 @@ def running(make_engine):
     with pytest.MonkeyPatch.context() as limits:
         limits.setattr(service, "REQUEST_S", 60)
         limits.setattr(http, "BODY_S", 2)
-        running = Running(make_engine())
+        running = Running(make_engine(), about=ABOUT)
         yield running
         running.assert_idle()
         running.stop()

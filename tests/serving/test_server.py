@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 import schemathesis
 from fuzz_bodies import bodies
-from running_server import Running, wait
+from running_server import ABOUT, Running, wait
 from scripted import EchoTool
 
 from nanorchestra.engine.engine import Engine
@@ -274,6 +274,7 @@ def test_a_key_is_asked_for(start):
             headers = {"authorization": f"{scheme} {given}".encode()}
             answer = httpx.post(server.base + CHAT, json=chat_body(), headers=headers)
             assert answer.status_code == status
+            assert httpx.get(server.base + "/page.json", headers=headers).status_code == status
     for headers in ({}, {"authorization": "secret"}, {"authorization": "Basic secret"}):
         assert httpx.post(server.base + CHAT, json=chat_body(), headers=headers).status_code == 401
 
@@ -295,6 +296,7 @@ def test_what_it_publishes(http):
     models = [model["id"] for model in http.get("/v1/models").json()["data"]]
     assert models == ["nano", "nano+tools"] and http.get("/health").json() == {"status": "ok"}
     assert http.get("/openapi.json").json()["openapi"] == "3.1.0"
+    assert http.get("/page.json").json() == {"models": models} | ABOUT
 
 
 def test_the_loop_runs_in_the_server(http, running):
@@ -312,6 +314,7 @@ def test_the_loop_runs_in_the_server(http, running):
     running.data["answer"] = "42"
     own = http.post(CHAT, json=body).json()["nanorchestra"]
     assert own["turns"][0]["start"] == alone["turns"][0]["start"], "a world's task stands alone"
+    assert (own["right"], own["expected"]) == (False, "42") and "right" not in report
     running.data.clear()
     with http.stream("POST", CHAT, json=body | {"stream": True, "metadata": metadata}) as stream:
         chunks = events(stream)
