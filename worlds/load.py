@@ -4,9 +4,11 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from nanorchestra.agent.load import NANO
 from nanorchestra.agent.world import World
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
+from nanorchestra.files import read_toml
 from nanorchestra.records import words_and_vector
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.replies import store_of
@@ -53,6 +55,15 @@ def agent_of(settings: TaskSection) -> str:
         require(own, f"task.world is {settings.world!r}; it must be agent:COMMAND")
         require(not settings.agent, "task.agent: task.world names an agent already")
     return own or settings.agent
+
+
+def knows_only_miniature(model: Path) -> bool:
+    """Returns whether a checkpoint has seen nothing but the miniature: nano, its base, and runs."""
+    if model.resolve() in (NANO, NANO.with_name("base")):
+        return True
+    config = model.parent / "config.toml"
+    world = read_toml(config).get("task", {}).get("world") if config.is_file() else None
+    return world == Miniature.name
 
 
 def parse_mixture(text: str) -> dict[str, float]:
