@@ -302,9 +302,8 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         )
         typing = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
         if options.ask or not typing:
-            print(f"{about}; {world.title}", file=sys.stderr)
-            if world.shorthand:
-                print(world.shorthand, file=sys.stderr)
+            notes = filter(None, [about, world.title, world.shorthand])
+            print("; ".join(notes), file=sys.stderr)
             return converse(terminal, [options.ask] if options.ask else sys.stdin)
         terminal.at_prompt = True
         terminal.do_model("")
