@@ -66,6 +66,21 @@ def knows_only_miniature(model: Path) -> bool:
     return world == Miniature.name
 
 
+def note_on_tools(model: str, world: str) -> str:
+    """Returns a line if a checkpoint has seen the miniature alone and the world is another.
+
+    "" if not. `model` "" is one of random weights.
+    """
+    known = [name.partition("=")[0].strip() for name in world.split(",")]
+    if Miniature.name in known or (model and not knows_only_miniature(Path(model))):
+        return ""
+    name = model or "a model of random weights"
+    return (
+        f"{name} knows the miniature at most, not the tools of {world}: expect no right answers. "
+        "A model that calls tools is named by model.path, say Qwen/Qwen3-0.6B (docs/models.md)"
+    )
+
+
 def parse_mixture(text: str) -> dict[str, float]:
     """Returns the shares that task.world states, which add up to 1.
 
