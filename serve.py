@@ -26,6 +26,7 @@ import argparse
 import gc
 import io
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -129,8 +130,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def is_endpoint(model: str) -> bool:
-    """Returns whether --model is MODEL@URL, not a checkpoint."""
-    return "://" in model
+    """Returns whether --model is MODEL@URL, not a checkpoint or an address of the hub's pages."""
+    return "://" in model and not re.match(r"https?://(www\.)?(huggingface|hf)\.co/", model)
 
 
 def endpoint_of(options: argparse.Namespace) -> Policy:
