@@ -47,14 +47,22 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, to_row
 from worlds import metrics
-from worlds.load import open_world
+from worlds.load import note_on_tools, open_world
 from worlds.policies import Policy, parse
 from worlds.routers import routers_of
+from worlds.user_reward import UserReward, load_reward
 
 RUNS = Path("runs")
 ROUTERS = "routers"  # all of a world, in --policy
 TAU2 = "tau2:"  # before a domain that tau2-bench's own package plays
-OURS = "tools", "judge", "preference", "experts", "max_usd"  # options that it does not know
+OURS = (
+    "tools",
+    "judge",
+    "preference",
+    "experts",
+    "reward",
+    "max_usd",
+)  # options that it does not know
 TRIAL = 7919  # between the seeds of two trials
 TASK = 1_000_003  # between the seeds of two evaluations' attempts
 FAILING = 4  # more than one attempt in so many that the infrastructure fails ends an evaluation
@@ -96,6 +104,7 @@ def read_options(arguments: list[str]) -> argparse.Namespace:
     add("--user", default="", help="expert of the catalogue that plays users; empty: a script")
     add("--user-args", default="{}", help="of a tau2:DOMAIN: arguments of its user, as JSON")
     add("--preference", default="", help="of tasks without one, as task.preference; empty: none")
+    add("--reward", default="", help="FILE.py:FUNCTION that pays attempts, as task.reward")
     add("--tasks", type=int, default=480, help="of each world at most (default: 480)")
     add("--trials", type=int, default=1, help="attempts at each task (default: 1)")
     add("--parallel", type=int, default=128, help="attempts at a time (default: 128)")
@@ -120,6 +129,8 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
     tasks = {name: tasks_of(world, options) for name, world in worlds.items()}
     routers = {name: routers_of(world) for name, world in worlds.items()}
     policies = read_policies(options.policy, routers)
+    tell_strangers(policies, options.world)
+    own_reward = load_reward(options.reward, next(iter(tasks.values()))[0])
     run = open_run(options, policies)
 
     played: dict[str, dict[str, metrics.Pairs]] = defaultdict(dict)  # by world and policy
@@ -140,7 +151,7 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
                         player = player or policy.load(spending, options.parallel)
                         block = tasks[world_name][start : start + options.parallel]
                         seed = options.seed + TRIAL * trial
-                        attempts = play_block(player, policy, world, block, seed, start)
+                        attempts = play_block(player, policy, world, block, seed, start, own_reward)
                         check_block(policy, attempts, spending)
                         record_block(file, policy, block, attempts, trial)
                     rows = [row for _, row in read_json_lines(file)]
@@ -244,10 +255,19 @@ def read_policies(texts: list[str], routers: dict[str, dict]) -> list[Policy]:
     return policies
 
 
+def tell_strangers(policies: list[Policy], worlds: list[str]) -> None:
+    """Says on stderr of each checkpoint of the miniature that it is no policy for a world."""
+    for policy in policies:
+        for world in worlds:
+            if policy.kind == "checkpoint" and (note := note_on_tools(policy.base, world)):
+                print(note, file=sys.stderr)
+
+
 def open_run(options: argparse.Namespace, policies: list[Policy]) -> Run:
     """Makes the directory, or opens it to go on. UserError if it holds another evaluation."""
     names = options.tools.split(",")
     names += [world.removeprefix("questions:") for world in options.world]
+    names.append(options.reward.rpartition(":")[0])
     names += [policy.base for policy in policies]
     digests = []
     for path in [Path(name) for name in names if name]:
@@ -279,7 +299,13 @@ def open_run(options: argparse.Namespace, policies: list[Policy]) -> Run:
 
 
 def play_block(
-    player: Player, policy: Policy, world: World, block: list[Task], seed: int, start: int
+    player: Player,
+    policy: Policy,
+    world: World,
+    block: list[Task],
+    seed: int,
+    start: int,
+    own_reward: UserReward | None = None,
 ) -> list[Trajectory]:
     """Returns one scored attempt at each task, all in environments of the same seed.
 
@@ -293,7 +319,8 @@ def play_block(
 
     seeds = [seed * TASK + start + i for i in range(len(block))]
     attempts, _ = play(player, environment, seeds)
-    return [metrics.score(task, attempt) for task, attempt in zip(block, attempts, strict=True)]
+    scored = zip(block, attempts, strict=True)
+    return [metrics.score(task, attempt, own_reward) for task, attempt in scored]
 
 
 def check_block(policy: Policy, attempts: list[Trajectory], spending: Spending) -> None:

@@ -3,6 +3,7 @@
     python serve.py                             the bundled nano in its miniature world
     python serve.py --ask "in hard law trial 372, what is the code?"        one question
     python serve.py --model Qwen/Qwen3-0.6B     any question, with Python (docs/models.md)
+    python serve.py --model MODEL@URL           the same, of an OpenAI-compatible server
     python serve.py --model PATH --index DIR    and with search in an index
     python serve.py --model PATH --tools FILE   with tools and experts of yours (docs/tools.md)
     python serve.py --http                      OpenAI's API, and a page to chat (docs/serve.md)
@@ -25,6 +26,7 @@ import argparse
 import gc
 import io
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -41,7 +43,12 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
+from worlds.policies import Policy
+from worlds.policies import parse as parse_policy
 from worlds.terminal import COMMANDS, KEYS, OpenQuestions, Terminal, questions_of, show_again
+
+LEAVE = ("quit", "exit")  # at a prompt
+ENDPOINT_CONTEXT = 131072  # ids of a conversation, of which nano's tokenizer makes 1 of 1.6 bytes
 
 
 def typed(words: list[str]) -> Iterator[str]:
@@ -78,7 +85,7 @@ def converse(terminal: Terminal, lines: Iterable[str]) -> int:
         line = line.strip()
         if not line:
             continue
-        if line == "/quit":
+        if line == "/quit" or terminal.at_prompt and line.lower() in LEAVE:
             break
         try:
             terminal.handle(line)
@@ -96,7 +103,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description="Talk to an orchestrator: a prompt, one question (--ask), or a pipe.",
     )
     add = parser.add_argument
-    add("--model", default=str(NANO), help="a directory, .gguf file or hub id (default: nano)")
+    text = "a directory, .gguf file, hub id or MODEL@URL of an OpenAI-compatible server"
+    add("--model", default=str(NANO), help=f"{text} (default: nano)")
     add("--quantise", choices=MODES, help="round the weights, to fit a smaller GPU")
     add("--ask", help="answer this and end")
     add("--json", action="store_true", help="write a JSON object for each question")
@@ -119,6 +127,38 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name, kind in (("temperature", float), ("top-p", float), ("top-k", int)):
         add(f"--{name}", type=kind, help="of sampling (default: as generation_config.json says)")
     return parser.parse_args(arguments)
+
+
+def is_endpoint(model: str) -> bool:
+    """Returns whether --model is MODEL@URL, not a checkpoint or an address of the hub's pages."""
+    return "://" in model and not re.match(r"https?://(www\.)?(huggingface|hf)\.co/", model)
+
+
+def endpoint_of(options: argparse.Namespace) -> Policy:
+    """Returns the policy that --model MODEL@URL names, as evaluate.py has it. UserError."""
+    policy = parse_policy(options.model, (), "--model")
+    for name in ("quantise", "top_p", "top_k"):
+        option = name.replace("_", "-")
+        right = f"--{option}: leave it out; a model behind a URL is given --temperature alone"
+        require(getattr(options, name) is None, right)
+    limited = policy.settings["tools"] != "all" or "usd" in policy.settings
+    right = "leave out basic, none and usd; here /tools and /budget do that"
+    require(not limited, f"--model {options.model}: {right}")
+    if options.temperature is not None:
+        policy.settings["temperature"] = options.temperature
+    if ":context_tokens=" not in options.model:
+        policy.settings["context_tokens"] = ENDPOINT_CONTEXT
+    return policy
+
+
+def told(policy: Policy) -> str:
+    """Returns a line about a model behind an endpoint: where it is, and what its tokens cost."""
+    name, _, url = policy.base.partition("@")
+    price = "no price is known, so its tokens count as free; :input=X:output=X after the URL states"
+    price += " US dollars per million tokens"
+    if policy.priced:
+        price = "${input:g} in, ${output:g} out per million tokens".format(**policy.settings)
+    return f"{name} at {url}, temperature {policy.settings['temperature']:g}; {price}"
 
 
 def serve_openai(
@@ -187,7 +227,8 @@ def main(arguments: list[str]) -> int:
         others = options.ask or options.json or options.trace or options.replay
         require(not others, "--mcp: leave out --ask, --json, --trace and --replay")
     if options.replay:
-        show_again(options.replay, Tokenizer.from_dir(local_model(options.model)))
+        model = NANO if is_endpoint(options.model) else local_model(options.model)
+        show_again(options.replay, Tokenizer.from_dir(model))
         return 0
     if not options.mcp:
         return play(options)
@@ -207,50 +248,63 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
 
     `pipes` are stdin and stdout of a client of MCP.
     """
-    source = fetch_model(options.model, options.quantise)
-    model = source.path
-    sampling = read_sampling(model)
-    for name in sampling:
-        if getattr(options, name) is not None:
-            sampling[name] = getattr(options, name)
+    remote = is_endpoint(options.model)
+    model = policy = None
+    if remote:
+        policy = endpoint_of(options)
+        title = policy.base.partition("@")[0]
+        sampling = {"temperature": policy.settings["temperature"], "top_p": 1.0, "top_k": 0}
+    else:
+        source = fetch_model(options.model, options.quantise)
+        model, title = source.path, source.title
+        sampling = read_sampling(model)
+        for name in sampling:
+            if getattr(options, name) is not None:
+                sampling[name] = getattr(options, name)
+        context = read_config(model).max_position_embeddings
     SamplingParams(**sampling)  # checks it
-    context = read_config(model).max_position_embeddings
     with Sandbox() as sandbox:
         replies = store_of(options.experts, "--experts")
         spending = Spending(replies=replies)
         world = questions_of(model, options.tools, options.index, sandbox, spending)
-        limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
-        running, engine_options = 1, {}
-        if options.http or options.mcp:  # a pool of fixed size, for whose pages requests wait
-            running, engine_options = 256, {"max_batch_tokens": 2048}
-        rollout = load_rollout(
-            model,
-            limits,
-            sampling,
-            running,
-            options.quantise,
-            chats=not (options.tools or options.index or options.mcp),
-            **engine_options,
-        )
+        if remote:
+            rollout = policy.load(spending, 1)
+            about = told(policy)
+        else:
+            limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
+            running, engine_options = 1, {}
+            if options.http or options.mcp:  # a pool of fixed size, for whose pages requests wait
+                running, engine_options = 256, {"max_batch_tokens": 2048}
+            rollout = load_rollout(
+                model,
+                limits,
+                sampling,
+                running,
+                options.quantise,
+                chats=not (options.tools or options.index or options.mcp),
+                **engine_options,
+            )
+            weight = rollout.engine.model.embed_tokens.weight
+            about = f"{source.name}, {weight.dtype} on {weight.device}, context {context}, "
+            about += str(sampling)
         if not rollout.tokenizer.markers:
             world = OpenQuestions([])
         rollout.survives_failures = True  # a person would rather have an answer without that expert
         if options.http:
-            serve_openai(options, source.title, rollout, world, sampling)
+            serve_openai(options, title, rollout, world, sampling)
             return 0
-        weight = rollout.engine.model.embed_tokens.weight
-        about = f"{source.name}, {weight.dtype} on {weight.device}, context {context}, {sampling}"
         stream = io.StringIO() if options.json else sys.stdout
         if pipes:
             print(f"{about}; {world.title}; MCP on stdin and stdout", file=sys.stderr)
-            serve_mcp(pipes, source.title, rollout, world, sampling)
+            serve_mcp(pipes, title, rollout, world, sampling)
             return 0
         terminal = Terminal(
             rollout, world, about, options.seed, stream, options.trace, options.json
         )
         typing = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
         if options.ask or not typing:
-            print(f"{about}; {world.title}", file=sys.stderr)
+            notes = filter(None, [about, world.title, world.shorthand])
+            print("; ".join(notes), file=sys.stderr)
             return converse(terminal, [options.ask] if options.ask else sys.stdin)
         terminal.at_prompt = True
         terminal.do_model("")

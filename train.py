@@ -98,8 +98,9 @@ from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
 from worlds import metrics
 from worlds.api_bill import api_bill
-from worlds.load import agent_of, open_world
+from worlds.load import agent_of, note_on_tools, open_world
 from worlds.routers import routers_of
+from worlds.user_reward import UserReward, load_reward
 
 
 def train(run: TrainingRun, sandbox: Sandbox) -> bool:
@@ -128,6 +129,11 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             for each in (player, held_out_player)
         )
     objective = objective_of(grpo)
+    own_reward = load_reward(config.task.reward, world.task("train", 0))  # docs/worlds.md
+    if own_reward:
+        run.keep_source("reward.py", own_reward.source, own_reward.name)
+    if note := note_on_tools(config.model.path, config.task.world):
+        run.say(note)
     # Ranks wait for the slowest rollout, which may take hours where tools are slow.
     rollout_ranks = ranks.new_group(rollout_timeout_s(config))
 
@@ -161,7 +167,9 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         # The held-out tasks before GRPO; then its optimizer, and its reference: the weights of now,
         # or with LoRA the base.
         publish(config, model, engine, dtype)
-        progress.before = evaluate(run, world, held_out_player, rollout_ranks, bill, "before")
+        progress.before = evaluate(
+            run, world, held_out_player, rollout_ranks, bill, "before", own_reward
+        )
         run.begin_grpo()
         publish(config, model, engine, dtype)  # drops the KV pages, which a resumed run has not
         run.save()
@@ -199,6 +207,10 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
                 rewards = group_rewards(valid, task.preference)
             else:  # in absolute form, comparable across steps: reward.task_rewards
                 rewards = task_rewards(valid, task.preference, task.bounds)
+            if own_reward:  # task.reward; one process calls it, so that all have the same
+                rewards = ranks.broadcast(
+                    own_reward(task, valid, rewards) if ranks.first else rewards
+                )
             for attempt, reward in zip(valid, rewards, strict=True):
                 attempt.reward = float(reward)
 
@@ -275,7 +287,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     # ---- Results
 
-    after = evaluate(run, world, held_out_player, rollout_ranks, bill, "after")
+    after = evaluate(run, world, held_out_player, rollout_ranks, bill, "after", own_reward)
     path = run.folder.path
     save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=ranks.first)
     if config.lora.rank:
@@ -288,7 +300,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
                 "tasks": config.evaluation.tasks,
                 "before": progress.before,
                 "after": after,
-                "routers": evaluate_routers(config, world) if ranks.first else {},
+                "routers": evaluate_routers(config, world, own_reward) if ranks.first else {},
             },
         }
     )
@@ -462,29 +474,42 @@ def supervised_update(
 
 
 def evaluate(
-    run: TrainingRun, world: World, player: Rollout, ranks: Ranks, bill: Bill, phase: str
+    run: TrainingRun,
+    world: World,
+    player: Rollout,
+    ranks: Ranks,
+    bill: Bill,
+    phase: str,
+    own_reward: UserReward | None = None,
 ) -> Json:
     """Plays the held-out tasks; returns their summary, and records the attempts as `phase`."""
     tasks = run.config.evaluation.tasks
     with run.bar(-(-tasks // ranks.world_size), f"held-out tasks, {phase}", unit="task") as bar:
         player.on_done = lambda attempt: bar.update()
-        attempts = play_held_out(run.config, world, player, ranks, bill)
+        attempts = play_held_out(run.config, world, player, ranks, bill, own_reward)
     run.record_attempts(phase, attempts.tasks, attempts.trajectories)
     return metrics.summarise(attempts.tasks, attempts.trajectories)
 
 
-def evaluate_routers(config: Config, world: World) -> dict[str, Json]:
+def evaluate_routers(
+    config: Config, world: World, own_reward: UserReward | None = None
+) -> dict[str, Json]:
     """Returns the held-out summaries of the fixed routers, of the miniature: they cost nothing."""
     summaries = {}
     if world.name == "miniature":
         for name, router in routers_of(world).items():
-            attempts = play_held_out(config, world, router, Ranks(), Bill())
+            attempts = play_held_out(config, world, router, Ranks(), Bill(), own_reward)
             summaries[name] = metrics.summarise(attempts.tasks, attempts.trajectories)
     return summaries
 
 
 def play_held_out(
-    config: Config, world: World, player: Player, ranks: Ranks, bill: Bill
+    config: Config,
+    world: World,
+    player: Player,
+    ranks: Ranks,
+    bill: Bill,
+    own_reward: UserReward | None = None,
 ) -> Attempts:
     """Plays and scores one attempt at each held-out task, all with experts of the same seed."""
     tasks = config.evaluation.tasks
@@ -499,7 +524,7 @@ def play_held_out(
         bill=bill,
     )
     for task, attempt in zip(attempts.tasks, attempts.trajectories, strict=True):
-        metrics.score(task, attempt)
+        metrics.score(task, attempt, own_reward)
     return attempts
 
 

@@ -94,6 +94,11 @@ class TaskSection:
         "of rows without one: words, weights and limits (docs/questions.md); drawn: another "
         "for each task, from which obedience is learned; empty: none",
     )
+    reward: str = setting(
+        "",
+        "FILE.py:FUNCTION, a function of yours that pays the attempts of a group in place of "
+        "reward.py (docs/worlds.md)",
+    )
     agent: str = setting(
         "",
         "what plays the attempts in place of our loop: a command, or FILE.py:FUNCTION "

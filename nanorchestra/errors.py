@@ -32,7 +32,7 @@ class UserError(Exception):
 
 
 class WorldError(UserError):
-    """A user's own environment is wrong, which ends a run: no failure of the infrastructure."""
+    """A user's own world or reward is wrong, which ends a run: no failure of the infrastructure."""
 
 
 class NotFiniteError(UserError, FloatingPointError):

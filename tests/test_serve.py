@@ -201,6 +201,22 @@ def test_commands(talk, nano_tokenizer):
     assert all(word in out() for word in [*COMMANDS, *EXAMPLES])
 
 
+def test_nano_answers_a_newcomer_with_questions_to_copy(talk, capsys):
+    """At a prompt; its shorthand is explained once, before the first answer."""
+    terminal, out = talk(*[think("60s 74c large", content="57")] * 2)
+    terminal.at_prompt = True
+    lines = ["hello", "2 + 2", "what can you do?", "help", "?", LAW, LAW, "Quit", LAW]
+    assert serve.converse(terminal, lines) == 0 and capsys.readouterr().err == ""
+    friendly, helped = "nano knows only its miniature world. Three questions to copy:\n", "/prefer "
+    assert out().count(friendly) == 3 and out().count(f"\n{helped}") == 2
+    assert out().count("\n".join(f"  {each}" for each in EXAMPLES[:3])) == 5
+    note = f"  note   {terminal.world.shorthand}\n  think  60s 74c large\n"
+    assert out().count("  note ") == 1 and note in out() and out().count("answer 57") == 2
+    terminal.at_prompt = False  # a script is told by its status
+    with pytest.raises(UserError, match="outside the miniature's world: 'quit'; ask like"):
+        terminal.handle("quit")
+
+
 def test_prices_are_in_dollars(talk):
     """The miniature's offers are in US cents: for 100,000 tokens, or 100 calls."""
     terminal, out = talk()

@@ -19,6 +19,7 @@ from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
 from reward import preference_score, reward_parts, task_rewards
+from worlds.user_reward import UserReward
 
 Pairs = Sequence[tuple[Task, Trajectory]]  # attempts, each with its task
 Figures = dict[str, float | None]  # by name; None: the attempt has no such figure
@@ -44,9 +45,15 @@ class Difference(NamedTuple):
     p: float
 
 
-def score(task: Task, attempt: Trajectory) -> Trajectory:
-    """Sets the attempt's reward to its absolute form (`task_rewards`), and returns the attempt."""
-    (reward,) = task_rewards([attempt], task.preference, task.bounds)
+def score(task: Task, attempt: Trajectory, own_reward: UserReward | None = None) -> Trajectory:
+    """Sets the attempt's reward to its absolute form (`task_rewards`), and returns the attempt.
+
+    A reward of the user's own pays it in its place, as a group of one.
+    """
+    rewards = task_rewards([attempt], task.preference, task.bounds)
+    if own_reward is not None and attempt.status != "infrastructure":
+        rewards = own_reward(task, [attempt], rewards)
+    (reward,) = rewards
     attempt.reward = float(reward)
     return attempt
 

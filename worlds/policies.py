@@ -106,9 +106,13 @@ class Policy:
         return env
 
 
-def parse(text: str, routers: Collection[str]) -> Policy:
-    """Returns the policy that is written `text`; `routers` are known by name. UserError."""
+def parse(text: str, routers: Collection[str], option: str = "--policy") -> Policy:
+    """Returns the policy that is written `text` after an option. UserError.
+
+    `routers` are known by name.
+    """
     base, *changes = CHANGE.split(text)
+    where = f"{option} {text}"
     settings = {"tools": "all"}
     if base in routers:
         kind = "router"
@@ -118,7 +122,7 @@ def parse(text: str, routers: Collection[str]) -> Policy:
     else:
         kind = "checkpoint"
         known = f"a checkpoint, a hub id, MODEL@URL, or one of {', '.join(routers)}"
-        unknown = f"--policy {text}: {base} is none of {known}"
+        unknown = f"{where}: {base} is none of {known}"
         require(names_model(base), unknown)
         path = fetch_model(base).path
         require(is_model(path), unknown)
@@ -135,8 +139,8 @@ def parse(text: str, routers: Collection[str]) -> Policy:
             settings[name] = int(value) if name in WHOLE else float(value)
         except ValueError:
             right = f"basic, none, or a number of {', '.join(CHANGES[kind])}"
-            raise UserError(f"--policy {text}: {change} must be {right}") from None
-    _check(settings, f"--policy {text}")
+            raise UserError(f"{where}: {change} must be {right}") from None
+    _check(settings, where)
     return Policy(text, base, kind, settings)
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TextIO
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
-from nanorchestra.agent.load import NANO
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.agent.transcript import Transcript
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import append_line, read_json_lines, read_toml
+from nanorchestra.files import append_line, read_json_lines
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory, words_and_vector
 from nanorchestra.report.run import number
@@ -32,15 +31,21 @@ from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import names_of, reached
-from worlds.miniature.ask import EXAMPLES, as_task
+from worlds.load import knows_only_miniature
+from worlds.miniature.ask import EXAMPLES, OutsideError, as_task
 from worlds.miniature.world import Miniature
 from worlds.wording import described, understood
 
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 SEARCH = "Finds passages of documents for a query of a few words."
 PER_MILLION = "${0.input_per_million:g} in, ${0.output_per_million:g} out per million tokens"
-TOTAL = "\nsession: ${usd:.4g}, {seconds:.1f} s, {answers} answers, {tokens} tokens"
+TOTAL = "\nsession: ${usd:.4g}, {seconds:.1f} s, {answers} answers"
 KEYS = "Ctrl-C stops an answer, /quit or Ctrl-D leaves; Tab completes, Alt-Enter breaks the line"
+COPIED = 3  # examples, to copy
+FRIENDLY = (
+    "nano knows only its miniature world. Three questions to copy:\n  {}\nAny other needs a larger "
+    "model: serve.py --model MODEL@URL, or --model with a hub id. /help lists the commands."
+)
 WHY = {"token_limit": "the context is full; /reset begins anew"}
 
 
@@ -49,7 +54,7 @@ class OpenQuestions:
 
     title = "any question; seconds of tools are measured, prices are the catalogue's"
     examples = ["What is the 1000th prime number?", "Which of your tools is the cheapest?"]
-    about = "Any question. Seconds of tools are measured, prices are the catalogue's."
+    shorthand = ""  # what abbreviations in descriptions and thoughts mean
 
     def __init__(self, tools: list[Tool]):
         self.tools = tools
@@ -61,7 +66,10 @@ class OpenQuestions:
         for tool in self.tools:
             description = tool.description.removesuffix(tool.name).strip()
             tools.append({"name": tool.name, "description": description, "price": price(tool)})
-        return {"about": self.about, "examples": self.examples, "tools": tools}
+        title = self.title.replace(" (/example)", "")  # a command of the prompt
+        about = ". ".join(filter(None, [title, self.shorthand]))
+        about = f"{about[0].upper()}{about[1:]}."
+        return {"about": about, "examples": self.examples, "tools": tools}
 
     def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, in words and as a vector. UserError."""
@@ -85,10 +93,9 @@ class MiniatureQuestions(OpenQuestions):
         "simulated, prices and seconds of tools virtual"
     )
     examples = EXAMPLES
-    about = (
-        "The miniature: four kinds of questions, each on its own. Experts are simulated, prices "
-        "and seconds of tools virtual. “60s 74c large” is a large model that takes 60 s, at 74 "
-        "cents for 100,000 tokens; of a tool the cents are for 100 calls."
+    shorthand = (
+        "60s 74c large: a large model that takes about 60 s, at 74 cents for 100,000 tokens of an "
+        "expert or for 100 calls of a tool"
     )
 
     def __init__(self, sandbox: Sandbox):
@@ -110,7 +117,7 @@ class MiniatureQuestions(OpenQuestions):
 
 
 def questions_of(
-    model: Path,
+    model: Path | None,
     catalogue: str | None,
     index: str | None,
     sandbox: Sandbox,
@@ -118,12 +125,10 @@ def questions_of(
 ) -> OpenQuestions:
     """Returns the questions of a checkpoint: the miniature's, if it was trained there.
 
-    With tools of `catalogue`, or search in `index`, they are any. Without a catalogue there is
-    Python. `spending` has the recorded replies of its experts.
+    With tools of `catalogue`, or search in `index`, or a model behind an endpoint (None), they are
+    any. Without a catalogue there is Python. `spending` has the recorded replies of its experts.
     """
-    config = model.parent / "config.toml"
-    trained_there = config.is_file() and read_toml(config)["task"]["world"] == "miniature"
-    if (trained_there or model.resolve() == NANO) and not (catalogue or index):
+    if model and knows_only_miniature(model) and not (catalogue or index):
         return MiniatureQuestions(sandbox)
     search = [LookupTool("search", SEARCH, open_index(index))] if index else []
     if catalogue:
@@ -170,8 +175,16 @@ class Terminal:
         if name.startswith("/"):
             require(name in COMMANDS, f"{name}: no such command; /help lists them")
             getattr(self, "do_" + name[1:])(rest.strip())
-        else:
+            return
+        if self.at_prompt and line.lower() in ("help", "?"):
+            self.do_help("")
+            return
+        try:
             self.ask(line)
+        except OutsideError:
+            if not self.at_prompt:
+                raise
+            self.console.line(FRIENDLY.format("\n  ".join(self.world.examples[:COPIED])))
 
     def ask(self, question: str) -> Trajectory:
         """Runs one attempt at a question, shows it with its cost and returns it.
@@ -186,6 +199,8 @@ class Terminal:
         console.trajectory = None
         if not self.at_prompt:
             console.say("task", env.messages[0]["content"])
+        elif self.world.shorthand and not self.total:  # once a session
+            console.say("note", self.world.shorthand)
         if not task.data:
             self.transcript.lead(env)
         try:
@@ -202,13 +217,16 @@ class Terminal:
             self.transcript.keep(env, t)
         if not t.answer:
             self.status = 1
-            console.say("answer", f"none ({WHY.get(t.status, t.status)})")
+            why = " ".join(t.failure.removeprefix("Error: ").split())
+            console.say("answer", f"none ({why or WHY.get(t.status, t.status)})")
         text = footer(t, seconds, console.sampling)
         if task.data and t.status == "answered":
             text += "\nright" if t.outcome else f"\nwrong, it is {task.data['answer']}"
-        self.total.update(answers=1, tokens=sum(t.sampled), usd=t.cost_usd, seconds=seconds)
+        tokens = 0 if None in t.logprobs else sum(t.sampled)  # an endpoint's are not known as ids
+        self.total.update(answers=1, tokens=tokens, usd=t.cost_usd, seconds=seconds)
         if self.total["answers"] > 1:
             text += TOTAL.format(**self.total)
+            text += f", {tokens} tokens" if (tokens := self.total["tokens"]) else ""
         console.say("cost", text)
         console.end()
         self.last = to_row(task, t)
@@ -292,7 +310,8 @@ class Terminal:
     def do_help(self, text: str) -> None:
         """Examples and commands."""
         lines = [f"{name:9}{getattr(self, 'do_' + name[1:]).__doc__}" for name in COMMANDS]
-        self.console.line("\n".join([*self.world.examples, *lines, KEYS]))
+        examples = [f"  {example}" for example in self.world.examples]
+        self.console.line("\n".join(["Questions to copy:", *examples, *lines, KEYS]))
 
 
 def show_again(path: Path, tokenizer: Tokenizer) -> None:

@@ -92,7 +92,7 @@ class UserWorld:
             instance = self.kind()
             return instance, instance.reset(seed)
 
-        instance, stated = _own(begin, where, self.name)
+        instance, stated = own_code(begin, where, self.name)
         if isinstance(stated, str):
             stated = {"question": stated}
         right = (
@@ -148,7 +148,7 @@ class UserEnvironment(ToolEnvironment):
             if not hasattr(instance, "answer"):
                 raise WorldError(f"{where}: no reward and no answer; {right}")
             return grade(self.task.question, str(instance.answer), answer)[0]
-        outcome = _own(lambda: instance.reward(answer), f"{where}.reward", self.file)
+        outcome = own_code(lambda: instance.reward(answer), f"{where}.reward", self.file)
         if not (is_within(outcome, most=1.0) or isinstance(outcome, bool)):
             text = f"it returned {outcome!r:.80}; it must be from 0 to 1"
             raise WorldError(f"{where}.reward: {text}")
@@ -157,7 +157,7 @@ class UserEnvironment(ToolEnvironment):
 
 def load_user_world(name: str, seed: int) -> UserWorld:
     """Returns the world of a Python file. UserError that names file, class and method."""
-    module = _own(lambda: import_file(Path(name), "user_world"), name, name)
+    module = own_code(lambda: import_file(Path(name), "user_world"), name, name)
     kinds = []
     for value in vars(module).values():
         own = inspect.isclass(value) and value.__module__ == module.__name__
@@ -171,7 +171,7 @@ def load_user_world(name: str, seed: int) -> UserWorld:
     return world
 
 
-def _own(call: Callable[[], Any], where: str, file: str) -> Any:
+def own_code(call: Callable[[], Any], where: str, file: str) -> Any:
     """Returns call(), code of the user's; UserError that names the line for what it raises."""
     try:
         return call()

@@ -12,6 +12,7 @@ Without it, the attempts that wait for tools do not hold up the others.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -99,6 +100,7 @@ class Attempt:
         self.conversation: Conversation | None = None
         self.context_start = 0  # where in the trajectory the conversation begins
         self.stream: TurnStream | None = None  # of the turn that is being sampled
+        self.counted: Counter[str] = Counter()  # tokens that an endpoint has read and written
         self.answers_by_tool = ANSWER in env.kinds.values()
         env.evidence.tokenizer = self.tokenizer
         self.notes: Notes | None = None  # of rebuilt context: the prompt of each turn

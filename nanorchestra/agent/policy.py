@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,22 @@ from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import in_thread
+
+MESSAGE = re.compile(r'"(?:message|detail|error)"\s*:\s*"((?:[^"\\]|\\.)+)')  # of an error's body
+MENDS = (  # what mends a refusal, by words of it
+    (r"^HTTP 401", "OPENAI_API_KEY must hold a key of this server"),
+    (
+        r"HTTP [45].*\btools?\b",
+        "the model must call tools: take one that does; vLLM needs --enable-auto-tool-choice and "
+        "--tool-call-parser, llama.cpp --jinja",
+    ),
+    (
+        r"HTTP 4.*(max_(completion_)?tokens|context length|context size)",
+        "add :turn_tokens=N to the model, the most tokens of a turn",
+    ),
+    (r"HTTP 404", "is the model's name right, and does the URL end as the server's API, in /v1?"),
+    (r"no connection", "is a server running there?"),
+)
 
 
 class EndpointRollout(Rollout):
@@ -61,7 +78,7 @@ class EndpointRollout(Rollout):
             }
 
         super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0), seconds_per_token=0.0)
-        self.server = Endpoint(url, "OPENAI_API_KEY", timeout_s=120.0)
+        self.server = Endpoint(url, "OPENAI_API_KEY")
         self.endpoint_price, self.spending = price, spending
 
     def open(
@@ -69,19 +86,28 @@ class EndpointRollout(Rollout):
     ) -> EndpointConversation:
         """Opens a conversation that begins with the messages of `start`."""
         return EndpointConversation(
-            self, attempt.trajectory, attempt.user_limits, list(start.messages), start.tools
+            self,
+            attempt.trajectory,
+            attempt.user_limits,
+            list(start.messages),
+            start.tools,
+            attempt.counted,
         )
 
 
 @dataclass
 class EndpointConversation:
-    """An attempt as the endpoint knows it: every request carries the whole conversation."""
+    """An attempt as the endpoint knows it: every request carries the whole conversation.
+
+    `counted` are the tokens of all its requests, "read" and "written", as the server counts them.
+    """
 
     rollout: EndpointRollout
     trajectory: Trajectory
     user: UserLimits
     messages: list[Json]
     tools: list[Json]
+    counted: Counter[str]
 
     def prices(self) -> tuple[float, float]:
         """Returns the most US dollars of the next request, and those of each token it asks for."""
@@ -112,7 +138,7 @@ class EndpointConversation:
         """Returns the next turn, and adds its cost and its seconds to the trajectory.
 
         finish_reason "error": there is none, and `text` says why. "length" without ids: the user's
-        time is over.
+        time is over. `on_token` gets the ids when the whole turn has come.
         """
         server = self.rollout.server
         server = replace(server, timeout_s=min(self.user.seconds_left(), server.timeout_s))
@@ -121,11 +147,13 @@ class EndpointConversation:
         reply, usd = await in_thread(self._ask, server, body, self._most_tokens(), max_tokens)
         self.trajectory.cost_usd += usd
         self.trajectory.latency_s += reply.seconds
+        read_tokens, written = reply.tokens
+        self.counted.update(read=read_tokens, written=written)
         if reply.problem:
             if self.user.seconds_left() <= 0:
                 return _completion([], "length")
-            text = f"Error: {params['model']} at {server.base_url} failed ({reply.problem})"
-            return _completion([], "error", text)
+            who = f"{params['model']} at {server.base_url}"
+            return _completion([], "error", f"Error: {who} failed ({explained(reply.problem)})")
         tokenizer = self.rollout.tokenizer
         turn = read(reply.content)
         whole = chat.encode_assistant(tokenizer, turn.reasoning, turn.content, turn.calls)
@@ -134,6 +162,8 @@ class EndpointConversation:
             ids = whole[:-1]  # a message that was cut has no end
         ids = ids[:max_tokens]
         self._record(reply.content, chat.parse(tokenizer, ids))
+        for token in ids if on_token else ():
+            on_token(token, None)
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
     def _request(self, params) -> Json:
@@ -175,6 +205,21 @@ class EndpointConversation:
         if calls:
             turn["tool_calls"] = calls
         self.messages.append(turn)
+
+
+def explained(problem: str) -> str:
+    """Returns what a server has refused in its own words, and what mends it if that is known.
+
+    Of a body of JSON only the message is kept.
+    """
+    status, body, _ = problem.partition("{")
+    message = MESSAGE.search(problem) if body and "HTTP" in status else None
+    said = problem
+    if message:
+        with contextlib.suppress(ValueError):
+            said = status + " ".join(json.loads(f'"{message[1]}"').split())
+    mends = (mend for words, mend in MENDS if re.search(words, said))
+    return "; ".join([said, *list(mends)[:1]])
 
 
 def read(message: Json) -> ParsedTurn:

@@ -118,10 +118,9 @@ def footer(t: Trajectory, seconds: float, sampling: float) -> str:
             name = result.alias or call.name
             usd[name] += result.cost_usd
             spent[name] += result.latency_s
-    text = (
-        f"{bill(t.cost_usd, seconds)}, {len(t.turns)} turns, "
-        f"{tokens} tokens at {tokens / max(sampling, 1e-9):.0f}/s"
-    )
+    text = f"{bill(t.cost_usd, seconds)}, {len(t.turns)} turns"
+    if None not in t.logprobs:  # of an endpoint, whose tokens are not these
+        text += f", {tokens} tokens at {tokens / max(sampling, 1e-9):.0f}/s"
     for name, count in t.calls.items():
         text += f"\n{name} ({count}): {bill(usd[name], spent[name])}"
     return text

@@ -25,6 +25,7 @@ from starlette.types import Send
 
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.engine.guide import Guide
+from nanorchestra.engine.sequence import Limits
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
 from nanorchestra.serving.connections import (
@@ -138,7 +139,7 @@ FORMS = {
 class Server(uvicorn.Server):
     """Serves the engine of a rollout as the model `name`, and the rollout as NAME+tools.
 
-    A model without Qwen3's markers is served alone.
+    A model without Qwen3's markers is served alone; of a model behind an endpoint only the rollout.
 
     make_environment(question, words, vector, seed): the environment of an attempt, with the user's
     preference in words and as a vector. defaults: parameters where a body has none. host: where it
@@ -159,9 +160,15 @@ class Server(uvicorn.Server):
         about: Json | None = None,
     ):
         self.rollout, self.make_environment = rollout, make_environment
-        self.defaults = defaults | {"max_tokens": rollout.engine.max_context}
+        if rollout.engine is None:
+            context = rollout.limits.context_tokens
+            self.limits = Limits(rollout.tokenizer.vocab_size, context, context)
+        else:
+            self.limits = rollout.engine.limits
+        self.defaults = defaults | {"max_tokens": self.limits.context}
         self.host, self.key = host, key
-        self.service, self.models = Service(rollout.engine), [name]
+        self.service, self.alone = Service(rollout.engine), name
+        self.models = [] if rollout.engine is None else [name]
         if rollout.tokenizer.markers:
             self.models.append(f"{name}+tools")
         self.grammars = Grammars(rollout.tokenizer)
@@ -209,6 +216,8 @@ class Server(uvicorn.Server):
 
     def _metrics(self, request) -> Response:
         engine = self.service.engine
+        if engine is None:
+            return Response(f"nanorchestra_requests_running {len(self.service.remote)}\n")
         queues, blocks = engine.scheduler, engine.blocks
         rows = {f"{name}_total": value for name, value in engine.stats.items()}
         rows |= self.service.seconds | {
@@ -252,7 +261,7 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         thread = self.small if len(raw) <= SMALL else self.large
         body, prompts = await loop.run_in_executor(thread, self._read, raw, form)
-        if body["model"] != self.models[0]:
+        if body["model"] != self.alone:
             return body, orchestrated(self.service, self.rollout, self.make_environment, body)
         tokenizer, guide = self.rollout.tokenizer, None
         if (held := form_of(body)) is not None:
@@ -267,12 +276,12 @@ class Server(uvicorn.Server):
         if body["model"] not in self.models:
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
         is_chat = "messages" in body
-        require(is_chat or body["model"] == self.models[0], f"model: {body['model']} needs {CHAT}")
+        require(is_chat or body["model"] == self.alone, f"model: {body['model']} needs {CHAT}")
         self.service.check_room(count_choices(body))
         try:
             return body, self._prompts(body)
         except UserError as error:
-            if body["model"] == self.models[0] or len(body["messages"]) == 1:
+            if body["model"] == self.alone or len(body["messages"]) == 1:
                 raise
             # A world's task stands alone: orchestrate.py knows whether this is one.
             body |= {"messages": body["messages"][-1:], "too_long": str(error)}
@@ -280,10 +289,9 @@ class Server(uvicorn.Server):
 
     def _prompts(self, body):
         """The ids of the prompts of a body. UserError if they do not fit the context."""
-        limits = self.rollout.engine.limits
         prompts = as_prompts(body, self.rollout.tokenizer)
         for ids in prompts:
-            limits.check_length(len(limits.check_ids(ids)), sampled=1)
+            self.limits.check_length(len(self.limits.check_ids(ids)), sampled=1)
         return prompts
 
 

@@ -5,7 +5,8 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from dataclasses import asdict, dataclass, replace
+from copy import copy
+from dataclasses import asdict, dataclass
 
 from starlette.exceptions import HTTPException
 
@@ -85,21 +86,42 @@ class ServedAttempt:
         self.service, self.tokenizer = service, rollout.tokenizer
         self.chunks: asyncio.Queue[Json | None] = asyncio.Queue()  # None at the end of an answer
         self.asked: dict[str, AskedCall] = {}
-        sampling = {name: body[name] for name in SAMPLING}
-
-        def open_conversation(attempt, start, prompt):
-            return OrchestratorConversation(service, rollout.price, prompt)
-
-        def params(seed, max_tokens):
-            return SamplingParams(max_tokens, seed=seed, **sampling)
-
-        served = replace(rollout, params=params)
-        served.open = open_conversation
+        served = copy(rollout)
+        if service.engine is None:
+            service.check_room(1)
+            self._ask_endpoint(served, body)
+        else:
+            self._ask_engine(served, body)
         if body.get("tools"):
             offer_to_client(env, body["tools"], self._ask)
         self.attempt = Attempt(served, 0, env, seed, self._on_event)
         self.task = asyncio.ensure_future(self._run())
         self.task.add_done_callback(self._ended)
+        if service.engine is None:
+            service.follow(self.task)
+
+    def _ask_engine(self, served, body):
+        """Has the turns of a rollout sampled by the service, as the body says."""
+        sampling = {name: body[name] for name in SAMPLING}
+
+        def open_conversation(attempt, start, prompt):
+            return OrchestratorConversation(self.service, served.price, prompt)
+
+        def params(seed, max_tokens):
+            return SamplingParams(max_tokens, seed=seed, **sampling)
+
+        served.open, served.params = open_conversation, params
+
+    def _ask_endpoint(self, served, body):
+        """Has an endpoint sample with the body's temperature; it has its own other settings."""
+        for name, neutral in (("top_p", 1.0), ("top_k", 0), ("ignore_eos", False)):
+            require(body[name] == neutral, f"{name}: an endpoint is given the temperature alone")
+        params = served.params
+
+        def with_temperature(seed, max_tokens):
+            return params(seed, max_tokens) | {"temperature": body["temperature"]}
+
+        served.params = with_temperature
 
     async def _run(self) -> Trajectory:
         try:
@@ -141,6 +163,8 @@ class ServedAttempt:
                 calls = [call.as_chunk(i, name) for i, (name, call) in asked]
                 yield _chunk({"tool_calls": calls}, "tool_calls")
             else:
+                if self.task.cancelled():
+                    raise HTTPException(*self.service.aborted)
                 t = self.task.result()
                 if t.status == "infrastructure":
                     raise HTTPException(502, t.failure)
@@ -153,8 +177,10 @@ class ServedAttempt:
             sampled = sum(t.sampled)
             parts = (t.ids[turn.start : turn.end] for turn in t.turns)
             reasoning = sum(reasoning_tokens(self.tokenizer, part) for part in parts)
-            counted = usage(len(t.ids) - sampled, sampled, 0, reasoning)
-            yield {"choices": [], "usage": counted}
+            read, counted = len(t.ids) - sampled, self.attempt.counted
+            if counted:  # by an endpoint; the ids are another tokenizer's
+                read, sampled, reasoning = counted["read"], counted["written"], 0
+            yield {"choices": [], "usage": usage(read, sampled, 0, reasoning)}
         finally:
             if not pauses:
                 self.task.cancel()

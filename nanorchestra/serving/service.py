@@ -34,12 +34,16 @@ class Reader(asyncio.Event):
 
 
 class Service:
-    """Runs an engine. `live` has the reader of each request that has not finished."""
+    """Runs an engine. `live` has the reader of each request that has not finished.
 
-    def __init__(self, engine: Engine):
+    Without an engine attempts ask an endpoint: `remote` are those that have not ended.
+    """
+
+    def __init__(self, engine: Engine | None):
         self.engine, self.due = engine, 0.0  # `due`: when a reader wants to know of a step
         self.aborted = 500, "the engine failed"  # the status and the reason of an abort
         self.live: dict[Request, Reader] = {}
+        self.remote: set[asyncio.Future] = set()
         self.jobs = queue.SimpleQueue()  # (call, request) for the thread; None ends it
         self.waiting: dict[str, Any] = {}  # attempts that wait for their client's tools, by call
         self.seconds = Counter()  # sums and counts of durations
@@ -82,13 +86,22 @@ class Service:
         require(choices <= REQUESTS, f"n: {choices} choices of all prompts, at most {REQUESTS}")
         if self.aborted == ENDING:
             raise HTTPException(*ENDING)
-        if len(self.live) + choices > REQUESTS:
-            raise HTTPException(429, f"{len(self.live)} requests are open; try again later")
+        is_open = len(self.live) + len(self.remote)
+        if is_open + choices > REQUESTS:
+            raise HTTPException(429, f"{is_open} requests are open; try again later")
+
+    def follow(self, attempt: asyncio.Future) -> None:
+        """Counts an attempt that asks an endpoint as an open request until it ends."""
+        self.remote.add(attempt)
+        attempt.add_done_callback(self.remote.discard)
 
     def end(self) -> None:
         """Ends what still runs."""
         self.aborted = ENDING
-        self._do(self.engine.abort, self.live)
+        for attempt in [*self.remote]:
+            attempt.cancel()
+        if self.engine is not None:
+            self._do(self.engine.abort, self.live)
 
     def close(self) -> None:
         """Ends the thread, after the step that it computes: torch must not outlive the process."""
@@ -126,7 +139,7 @@ class Service:
         """The thread: what was asked for, then a step if there is work."""
         while True:
             news = True
-            if self.jobs.empty() and self.engine.has_work:
+            if self.jobs.empty() and self.engine is not None and self.engine.has_work:
                 start = time.monotonic()
                 news = self._step()
                 self._note("token_gap", start)

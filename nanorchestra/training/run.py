@@ -20,7 +20,7 @@ from tqdm import tqdm
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import refuse_links, write_whole
+from nanorchestra.files import read_text, refuse_links, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.page import write_report
 from nanorchestra.report.run import Run, held_out_scores, table, to_toml
@@ -138,6 +138,20 @@ class TrainingRun:
             self.config = config
             self._write_config()
         return config
+
+    def keep_source(self, name: str, text: str, origin: str) -> None:
+        """Keeps a file of the user's code in the directory, and says so.
+
+        UserError if the run was resumed and began with another one; `origin` names it.
+        """
+        kept = self.folder.path / name
+        if self.resumed:
+            same = kept.is_file() and read_text(kept) == text
+            right = f"it is not the file that the run began with, which is {kept}; put that back"
+            require(same, f"{origin}: {right}, or start another run")
+        elif self.ranks.first:
+            write_whole(kept, text)
+            self.say(f"reward: {origin}, kept as {kept}")
 
     def _write_config(self) -> None:
         if self.ranks.first:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_toml
 from nanorchestra.records import Preference, Task, banned
 from nanorchestra.schemas import Json
@@ -36,6 +36,10 @@ ROW = rf"({'|'.join(FIELDS)}) of ([a-z ]+) ([1-9]\d\d)"
 PATHS = {" of ".join(reversed(chain[:k])): chain[:k] for chain in CHAINS for k in (2, 3)}
 
 
+class OutsideError(UserError):
+    """A question that is none of the miniature's."""
+
+
 def as_task(question: str, preference_text: str, vector: Json) -> Task:
     """Returns the task that a typed question is, with LINE_UP on offer.
 
@@ -47,8 +51,9 @@ def as_task(question: str, preference_text: str, vector: Json) -> Task:
         " of the ", " of "
     )
     asked = _case(plain) or _arithmetic(plain) or _lookup(plain) or _chain(plain)
-    examples = ", ".join(map(repr, EXAMPLES))
-    require(asked, f"outside the miniature's world: {question[:60]!r}; ask like {examples}")
+    if not asked:
+        examples = ", ".join(map(repr, EXAMPLES))
+        raise OutsideError(f"outside the miniature's world: {question[:60]!r}; ask like {examples}")
     records = asked.kind == "chain"  # as in the world: no records without tables
     tools = [t for t in LINE_UP if is_expert(t) or (t["what"] == "records") == records]
     preference = as_preference(preference_text, vector, tools)

@@ -1,0 +1,178 @@
+"""`serve.py --model MODEL@URL`: loop, tools, prices and server with a model of another server."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import sys
+import threading
+
+import pytest
+from openai import APIStatusError, OpenAI
+from openai_server import openai_server, said
+from running_server import wait
+
+import serve
+from nanorchestra.serving import http as serving
+from nanorchestra.tools import http
+
+RUN = ("python", json.dumps({"code": "print(6 * 7)"}))
+TOOLS = """
+[[tools]]
+kind = "code"
+name = "python"
+description = "Runs Python."
+usd_per_call = 0.5
+"""
+
+
+def reply(body):
+    """Calls Python, if there is any, and says what it reads."""
+    last = body["messages"][-1]
+    if last["role"] == "tool":
+        return said(f"It is {last['content']}", usage=(300, 12), reasoning="so")
+    if "tools" not in body:
+        return said("No tools.", usage=(20, 2))
+    return said(None, [RUN], usage=(200, 30), reasoning_content="I run it")
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    monkeypatch.setattr(http.random, "uniform", lambda *_: 0.0)  # no wait between the tries
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with openai_server() as served:
+        served.answer = reply
+        yield served
+
+
+@pytest.fixture
+def tools(tmp_path):
+    (tmp_path / "tools.toml").write_text(TOOLS)
+    return str(tmp_path / "tools.toml")
+
+
+def test_a_pipe_of_questions_and_commands(endpoint, tools, monkeypatch, capsys):
+    """The second question follows the first, and the third is under a ban and a budget."""
+    lines = ["What is 6 * 7?", "And again?", "/budget usd=0.4", "And now?", "/tools python", "Hm?"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    model = f"big:1b@{endpoint.url}:input=1:output=10"
+    assert serve.main(["--model", model, "--tools", tools, "--temperature", "0.5"]) == 0
+    out, err = capsys.readouterr()
+    for line in (
+        "think  I run it",
+        "result 42 ",
+        "think  so",
+        "answer It is 42",
+        "answer No tools.",
+    ):
+        assert f"\n  {line}" in out
+    # 500 tokens read and 42 written, and a call.
+    assert "cost   $0.501, " in out and " 2 turns\n" in out and "python (1): $0.500" in out
+    assert "big:1b at http" in err and "$1 in, $10 out per million tokens; any question" in err
+    first, _, again = endpoint.bodies[:3]
+    assert (first["model"], first["temperature"]) == ("big:1b", 0.5)
+    said_before = [message["content"] for message in again["messages"]]
+    assert said_before == ["What is 6 * 7?", "It is 42", "And again?"]
+    limited = endpoint.bodies[5]["messages"]
+    assert limited[-2]["tool_calls"] and "refused python" in limited[-1]["content"]
+    assert "tools" not in endpoint.bodies[-1] and len(endpoint.bodies) == 7
+
+
+def test_what_the_server_refuses_is_one_line_that_says_what_mends_it(endpoint, capsys):
+    for status, words, mend in (
+        (401, {"error": {"message": "No key"}}, "OPENAI_API_KEY is not set; HTTP 401: No key"),
+        (404, {"error": {"message": 'no "m"'}}, 'HTTP 404: no "m"; is the model\'s name right'),
+        (
+            400,
+            {"error": {"code": 400, "message": "m does not support tools"}},
+            "take one that does",
+        ),
+        (400, {"object": "error", "message": "max_tokens is too large"}, ":turn_tokens=N"),
+        (422, {"detail": [{"loc": "seed"}]}, 'HTTP 422: {"detail": [{"loc": "seed"}]}'),
+    ):
+        endpoint.status, endpoint.answer = status, lambda body, words=words: words
+        assert serve.main(["--model", f"m@{endpoint.url}", "--ask", "x"]) == 1
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "answer " in line]
+        assert mend in line and "message" not in line
+    for model, wrong in (
+        ("m@http://127.0.0.1:1/v1", "no connection (Connection refused); is a server running"),
+        ("m@http://no.such.host.invalid/v1", "no connection ("),
+    ):
+        assert serve.main(["--model", model, "--ask", "x"]) == 1
+        assert wrong in capsys.readouterr().out
+    at = f"m@{endpoint.url}"
+    for arguments, wrong in (
+        (["--model", endpoint.url], "must be MODEL@ and a base URL"),
+        (["--model", f"{at}:none"], "/tools and /budget do that"),
+        (["--model", f"{at}:tunrs=3"], "tunrs=3 must be basic, none, or a number of usd, turns"),
+        (["--model", at, "--top-k", "3"], "--top-k: leave it out"),
+        (["--model", at, "--quantise", "int8"], "--quantise: leave it out"),
+    ):
+        assert serve.main([*arguments, "--ask", "x"]) == 2
+        assert wrong in capsys.readouterr().err
+
+
+def test_over_http_the_loop_alone_is_served(endpoint, tools, monkeypatch, capsys):
+    started = []
+
+    def run(server, port):
+        started.append(server)
+        listening = socket.create_server(("127.0.0.1", 0))
+        started.append(f"http://127.0.0.1:{listening.getsockname()[1]}/v1")
+        server.run([listening])
+
+    monkeypatch.setattr(serving, "serve_http", run)
+    model = f"big@{endpoint.url}:input=1:output=10"
+    arguments = ["--model", model, "--tools", tools, "--http"]
+    thread = threading.Thread(target=serve.play, args=(serve.parse(arguments),))
+    thread.start()
+    wait(lambda: len(started) == 2 and started[0].started)
+    server, url = started
+    client = OpenAI(base_url=url, api_key="none", max_retries=0)
+
+    def ask(model="big+tools", **more):
+        messages = [{"role": "user", "content": "What is 6 * 7?"}]
+        return client.chat.completions.create(model=model, messages=messages, **more)
+
+    try:
+        assert [each.id for each in client.models.list()] == ["big+tools"]
+        whole = ask(temperature=0.25, metadata={"usd": "2"})
+        assert whole.choices[0].message.content == "It is 42"
+        assert whole.choices[0].message.reasoning_content == "I run itso"
+        assert whole.nanorchestra["cost_usd"] == pytest.approx(0.50092, rel=1e-3)
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (500, 42)
+        assert endpoint.bodies[0]["temperature"] == 0.25
+        chunks = list(ask(stream=True))
+        told = [chunk.nanorchestra for chunk in chunks if hasattr(chunk, "nanorchestra")]
+        assert "python" in told[0]["call"] and told[1]["result"]["content"] == "42"
+
+        with pytest.raises(APIStatusError, match="top_p: an endpoint is given the temperature"):
+            ask(top_p=0.5)
+        with pytest.raises(APIStatusError, match=r"model: it must be big\+tools"):
+            ask("big")
+        endpoint.status, endpoint.answer = 404, lambda body: {"error": {"message": "no big"}}
+        with pytest.raises(APIStatusError, match="HTTP 404: no big"):
+            ask()
+
+        left = threading.Event()  # an attempt that the end of the server ends
+        endpoint.status, endpoint.answer = 200, lambda body: left.wait(20) and said("late")
+        refused = []
+
+        def wait_for_it():
+            try:
+                ask()
+            except APIStatusError as error:
+                refused.append(error)
+
+        asking = threading.Thread(target=wait_for_it)
+        asking.start()
+        wait(lambda: server.service.remote)
+        server.service.end()
+        asking.join(10)
+        left.set()
+        assert refused[0].status_code == 503 and not server.service.remote
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()

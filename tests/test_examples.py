@@ -1,0 +1,141 @@
+"""Files of the user's own: the pages show those of examples/, which run; a reward pays a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import evaluate
+from nanorchestra.agent.load import NANO
+from nanorchestra.errors import UserError
+from nanorchestra.records import Preference, Task, Trajectory
+from tools import load_tools
+from worlds.load import note_on_tools
+from worlds.user_reward import load_reward
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+REWARD = str(EXAMPLES / "my_reward.py")
+TASK = Task("t", "question?", Preference("be cheap", cost=1.0), offers={"small": "small"})
+
+
+def attempts():
+    right = Trajectory("t", 0, outcome=1.0, cost_usd=0.03, latency_s=2.0, calls={"a": 2, "b": 1})
+    return [right, Trajectory("t", 1, answer="no", calls={"a": 1})]
+
+
+@pytest.mark.parametrize(
+    "page, file",
+    [("worlds.md", "make24.py"), ("worlds.md", "my_reward.py"), ("tools.md", "my_tools.py")],
+)
+def test_a_page_shows_the_whole_example(page, file):
+    text = (ROOT / "docs" / page).read_text()
+    assert f"```python\n{(EXAMPLES / file).read_text()}```" in text
+
+
+def test_the_tools_of_the_example_are_called():
+    (tool,) = load_tools(str(EXAMPLES / "my_tools.py"), None)
+    result = tool.call({"amount": 100, "to": "USD"})
+    assert (result.content, result.cost_usd, tool.name) == ("124.00 USD", 0.001, "convert")
+
+
+def test_a_reward_is_given_the_group_and_what_the_project_pays(tmp_path):
+    frugal, one_call = (load_reward(f"{REWARD}:{name}", TASK) for name in ("frugal", "one_call"))
+    paid = np.array([0.5, 0.0])
+    assert frugal(TASK, attempts(), paid) == pytest.approx([0.7, 0.0])
+    assert one_call(TASK, attempts(), paid) == pytest.approx([0.3, 0.0])
+    assert paid.tolist() == [0.5, 0.0] and frugal(TASK, [], paid[:0]).shape == (0,)
+    (tmp_path / "sees.py").write_text(
+        "def sees(group):\n"
+        "    assert group.preference.cost == 1.0 and group.question == 'question?'\n"
+        "    assert [type(calls) for calls in group.calls] == [dict] * len(group.answers)\n"
+        "    group.rewards[:] = 9\n"
+        "    return [len(answer) for answer in group.answers]\n"
+    )
+    assert load_reward(f"{tmp_path}/sees.py:sees", TASK)(TASK, attempts(), paid).tolist() == [0, 2]
+    assert paid.tolist() == [0.5, 0.0] and load_reward("", TASK) is None
+
+
+@pytest.mark.parametrize(
+    "code, says",
+    [
+        ("def pay(group):\n    return 1\n", "pay: it returned 1; it must return 2 finite numbers"),
+        ("def pay(group):\n    return group.rewards[:1]\n", "it must return 2 finite numbers"),
+        ("def pay(group):\n    return group.outcomes / 0\n", "it must return 2 finite numbers"),
+        ("def pay(group):\n    return 'ab'\n", "it returned 'ab'; it must"),
+        ("def pay(group):\n    return None\n", "it returned None; it must"),
+        ("def pay(group):\n    x = 1\n    return x / 0\n", "pay, line 3: ZeroDivisionError"),
+        ("def pay():\n    return 1\n", "pay: TypeError: pay() takes 0 positional arguments"),
+        ("def pay(group:\n", "r.py, line 1: SyntaxError"),
+        ("pay = 3\n", "has no function 'pay'"),
+        (None, "r.py: cannot be read"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_wrong_reward_is_one_line(tmp_path, code, says):
+    if code is not None:
+        (tmp_path / "r.py").write_text(code)
+    with pytest.raises(UserError) as error:
+        load_reward(f"{tmp_path}/r.py:pay", TASK)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_name_without_function_is_one_line():
+    for name in ("r.py", "r:pay", "r.py:"):
+        with pytest.raises(UserError, match="must be FILE.py:FUNCTION"):
+            load_reward(name, TASK)
+
+
+def test_a_run_is_paid_by_the_function_and_goes_on_only_with_it(make_training, tmp_path, capsys):
+    file = tmp_path / "pays.py"
+    file.write_text("def pay(group):\n    return 7.0 + group.latencies_s\n")
+    run = make_training("paid", {"grpo.steps": 2, "task.reward": f"{file}:pay"}, steps=1)
+    run.train()
+    assert (run.folder.path / "reward.py").read_text() == file.read_text()
+    out = capsys.readouterr().out
+    assert f"reward: {file}:pay, kept as" in out and "not the tools of" not in out
+    rows = (run.folder.path / "trajectories.jsonl").read_text().splitlines()
+    rows = [json.loads(row) for row in rows]
+    assert {row["phase"] for row in rows} >= {"before", "grpo"}
+    assert all(row["reward"] == pytest.approx(7.0 + row["latency_s"]) for row in rows)
+    metrics = (run.folder.path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(metrics[-1])["reward"] > 7.0
+    before = file.read_text()
+    file.write_text(before.replace("7.0", "8.0"))
+    with pytest.raises(UserError, match="not the file that the run began with"):
+        make_training("paid", resume=True).train()
+    file.write_text(before)
+    assert make_training("paid", resume=True).train()
+    summary = json.loads((run.folder.path / "summary.json").read_text())
+    assert summary["held_out"]["after"]["reward"] > 7.0
+
+
+def test_an_evaluation_is_paid_by_the_function(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "RUNS", tmp_path)
+    monkeypatch.setattr(evaluate, "write_comparison", lambda path: None)  # it takes seconds
+    words = ["--policy", "strongest", "--tasks", "6", "--reward", f"{REWARD}:frugal"]
+    assert evaluate.main(words) == 0
+    lines = (tmp_path / "evaluation" / "00000.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        assert row["reward"] == pytest.approx(row["outcome"] - 10 * row["cost_usd"])
+    assert "my_reward.py" in (tmp_path / "evaluation" / "config.toml").read_text()
+    assert evaluate.main(["--policy", "strongest", "--reward", "no.py:f", "--run", "b"]) == 2
+
+
+def test_a_policy_that_cannot_know_its_tools_is_told(tmp_path):
+    model, base = tmp_path / "model", NANO.with_name("base")
+    model.mkdir()
+    for world, strangers in (
+        ("questions:x.jsonl", (str(NANO), str(base), "")),
+        ("data/=0.5,domains", (str(NANO), str(base), "")),
+        ("miniature", ()),
+        ("miniature=0.9, data/=0.1", ()),
+    ):
+        for path in (str(NANO), str(base), "", str(model), "Qwen/Qwen3-0.6B"):
+            assert bool(note_on_tools(path, world)) == (path in strangers), (path, world)
+    (tmp_path / "config.toml").write_text('[task]\nworld = "miniature"\n')
+    assert note_on_tools(str(model), "domains").startswith(f"{model} knows the miniature at most")
