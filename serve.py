@@ -27,6 +27,7 @@ import io
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,18 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from worlds.terminal import COMMANDS, KEYS, OpenQuestions, Terminal, questions_of, show_again
+from worlds.policies import checkpoint_settings
+from worlds.terminal import (
+    COMMANDS,
+    FAILED_TURNS,
+    KEYS,
+    STRANGE,
+    OpenQuestions,
+    Terminal,
+    knows_miniature_only,
+    questions_of,
+    show_again,
+)
 
 
 def typed(words: list[str]) -> Iterator[str]:
@@ -146,7 +158,9 @@ def serve_openai(
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
     gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait
     try:
-        server = Server(rollout, name, world.open, sampling, options.host, key, more)
+        server = Server(
+            rollout, name, world.open, sampling, options.host, key, more, world.alone
+        )
         serve_http(server, options.port)
     finally:
         gc.unfreeze()  # nanobind would report at the end what is not collected
@@ -220,6 +234,11 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         spending = Spending(replies=replies)
         world = questions_of(model, options.tools, options.index, sandbox, spending)
         limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
+        if knows_miniature_only(model):  # whatever else it is asked, it babbles
+            trained = checkpoint_settings(model)["turn_tokens"]
+            limits = replace(limits, turn_tokens=trained, failed_turns=FAILED_TURNS)
+            if not world.alone:
+                print(f"serve.py: {STRANGE}", file=sys.stderr)
         running, engine_options = 1, {}
         if options.http or options.mcp:  # a pool of fixed size, for whose pages requests wait
             running, engine_options = 256, {"max_batch_tokens": 2048}

@@ -268,8 +268,9 @@ class Trajectory:
     an endpoint wrote has log-probability None. With rebuilt context the ids are prompt and turn,
     prompt and turn, ...
 
-    status: "answered", "turn_limit", "token_limit", "user_limit" (a limit of the preference), or
-    "infrastructure" (a failure that the policy did not cause: the attempt leaves its group).
+    status: "answered", "turn_limit", "token_limit", "user_limit" (a limit of the preference),
+    "failed_turns" (AttemptLimits.failed_turns in a row), or "infrastructure" (a failure that the
+    policy did not cause: the attempt leaves its group).
     verdict: how the answer was judged, "" if the world does not say it. trainer_logprobs: the
     trainer's log-probabilities of the sampled ids, in order, before its update, None for those that
     the loss leaves out; empty if it did not train on them.

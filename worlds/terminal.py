@@ -22,7 +22,7 @@ from nanorchestra.files import append_line, read_json_lines, read_toml
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory, words_and_vector
 from nanorchestra.report.run import number
-from nanorchestra.report.terminal import Console, footer
+from nanorchestra.report.terminal import Console, counted, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json
 from nanorchestra.tools.allowance import all_ban_names
@@ -32,7 +32,8 @@ from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import names_of, reached
-from worlds.miniature.ask import EXAMPLES, as_task
+from worlds.miniature.ask import EXAMPLES, LINE_UP, as_task
+from worlds.miniature.offers import is_expert
 from worlds.miniature.world import Miniature
 from worlds.wording import described, understood
 
@@ -41,7 +42,12 @@ SEARCH = "Finds passages of documents for a query of a few words."
 PER_MILLION = "${0.input_per_million:g} in, ${0.output_per_million:g} out per million tokens"
 TOTAL = "\nsession: ${usd:.4g}, {seconds:.1f} s, {answers} answers, {tokens} tokens"
 KEYS = "Ctrl-C stops an answer, /quit or Ctrl-D leaves; Tab completes, Alt-Enter breaks the line"
-WHY = {"token_limit": "the context is full; /reset begins anew"}
+FAILED_TURNS = 3  # in a row, which end an attempt of a model that knows only the miniature
+STRANGE = (
+    "this model knows only the miniature: it cannot use other tools. Leave out --tools and "
+    "--index, or give another --model (docs/models.md)"
+)
+NO_EXPERT = "all experts are off: the model has learnt with one on offer, and fails without one"
 
 
 class OpenQuestions:
@@ -49,6 +55,8 @@ class OpenQuestions:
 
     title = "any question; seconds of tools are measured, prices are the catalogue's"
     examples = ["What is the 1000th prime number?", "Which of your tools is the cheapest?"]
+    alone = False  # whether each question is a task of its own, outside any conversation
+    lacks_expert = False  # whether the policy has learnt with experts, and all are off
 
     def __init__(self, tools: list[Tool]):
         self.tools = tools
@@ -76,6 +84,7 @@ class MiniatureQuestions(OpenQuestions):
         "simulated, prices and seconds of tools virtual"
     )
     examples = EXAMPLES
+    alone = True
 
     def __init__(self, sandbox: Sandbox):
         self.sandbox = sandbox
@@ -85,6 +94,11 @@ class MiniatureQuestions(OpenQuestions):
             by_name |= self.open(example, "", {}, 0).by_name
         self.tools = list(by_name.values())
 
+    @property
+    def lacks_expert(self) -> bool:
+        """Whether every expert is off."""
+        return {offer["name"] for offer in LINE_UP if is_expert(offer)} <= self.off
+
     def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, which is put in this world's words.
 
@@ -93,6 +107,13 @@ class MiniatureQuestions(OpenQuestions):
         task = as_task(question, text, vector)
         task.data["tools"] = [o for o in task.data["tools"] if o["name"] not in self.off]
         return Miniature(0, self.sandbox).environment(task, seed)
+
+
+def knows_miniature_only(model: Path) -> bool:
+    """Tells whether a checkpoint was trained in the miniature alone, as the bundled nano was."""
+    config = model.parent / "config.toml"
+    trained_there = config.is_file() and read_toml(config)["task"]["world"] == "miniature"
+    return trained_there or model.resolve() == NANO
 
 
 def questions_of(
@@ -107,9 +128,7 @@ def questions_of(
     With tools of `catalogue`, or search in `index`, they are any. Without a catalogue there is
     Python. `spending` has the recorded replies of its experts.
     """
-    config = model.parent / "config.toml"
-    trained_there = config.is_file() and read_toml(config)["task"]["world"] == "miniature"
-    if (trained_there or model.resolve() == NANO) and not (catalogue or index):
+    if knows_miniature_only(model) and not (catalogue or index):
         return MiniatureQuestions(sandbox)
     search = [LookupTool("search", SEARCH, open_index(index))] if index else []
     if catalogue:
@@ -184,11 +203,13 @@ class Terminal:
             console.rest()
         t = console.trajectory
         seconds = time.monotonic() - start
-        if any(t.sampled) and not task.data:
+        if task.data:
+            self.transcript.note(task.question, t.answer)
+        elif any(t.sampled):
             self.transcript.keep(env, t)
         if not t.answer:
             self.status = 1
-            console.say("answer", f"none ({WHY.get(t.status, t.status)})")
+            console.say("answer", f"none ({self._why(task, t)})")
         text = footer(t, seconds, console.sampling)
         if task.data and t.status == "answered":
             text += "\nright" if t.outcome else f"\nwrong, it is {task.data['answer']}"
@@ -206,6 +227,23 @@ class Terminal:
         if t.status == "stopped" and not self.at_prompt:
             raise KeyboardInterrupt
         return t
+
+    def _why(self, task: Task, t: Trajectory) -> str:
+        """Returns why an attempt has no answer, in words."""
+        limits, preference = self.rollout.limits, task.preference
+        if t.status == "token_limit":
+            context = len(t.ids) - t.turns[-1].context if t.turns else limits.context_tokens
+            if context < limits.context_tokens:
+                return f"a turn was longer than {limits.turn_tokens} tokens"
+            return "the context is full; /reset begins anew"
+        if t.status == "user_limit":
+            usd, seconds = preference.usd, preference.seconds
+            stated = [f"${usd:g}"] if usd is not None else []
+            stated += [f"{seconds:g} s"] if seconds is not None else []
+            return f"the limit of {' and '.join(stated)} is reached"
+        if t.status == "failed_turns":
+            return f"{limits.failed_turns} turns in a row failed"
+        return t.status
 
     def do_prefer(self, text: str, name: str = "preference") -> None:
         """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""
@@ -233,6 +271,8 @@ class Terminal:
             off.remove(text)
         elif text:
             off.add(text)
+        if text and self.world.lacks_expert:
+            self.console.line(NO_EXPERT)
         for tool in self.world.tools:
             state = "off, " if tool.name in off else ""
             self.console.line(f"  {tool.name} ({state}{price(tool)}): {tool.description}")
@@ -264,16 +304,17 @@ class Terminal:
     def do_save(self, file: str) -> None:
         """Writes the conversation to FILE."""
         require(file, "/save: name the file")
-        require(
-            self.transcript.messages,
-            "/save: nothing was said; questions of the miniature stand alone",
-        )
+        require(self.transcript.messages, "/save: nothing was said yet")
         self.transcript.save(file)
 
     def do_load(self, file: str) -> None:
-        """Goes on with the conversation in FILE."""
+        """Goes on with the conversation in FILE, whose last question and answer it shows."""
         require(file, "/load: name the file")
         self.transcript.load(file)
+        *before, question, answer = (message["content"] for message in self.transcript.messages)
+        self.console.line(f"> {question}\n{answer or 'no answer'}")
+        alone = "; each question here stands alone" if self.world.alone else ""
+        self.console.line(f"loaded: {counted(1 + len(before) // 2, 'question')}{alone}")
 
     def do_help(self, text: str) -> None:
         """Examples and commands."""

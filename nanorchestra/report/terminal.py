@@ -105,6 +105,11 @@ class Console:
         return Text("\n").join(rows)
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun: "1 turn", "2 turns"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def bill(usd: float, seconds: float) -> str:
     """Returns a cost and a duration in words."""
     return f"${number(usd)}, {seconds:.1f} s"
@@ -119,8 +124,8 @@ def footer(t: Trajectory, seconds: float, sampling: float) -> str:
             usd[name] += result.cost_usd
             spent[name] += result.latency_s
     text = (
-        f"{bill(t.cost_usd, seconds)}, {len(t.turns)} turns, "
-        f"{tokens} tokens at {tokens / max(sampling, 1e-9):.0f}/s"
+        f"{bill(t.cost_usd, seconds)}, {counted(len(t.turns), 'turn')}, "
+        f"{counted(tokens, 'token')} at {tokens / max(sampling, 1e-9):.0f}/s"
     )
     for name, count in t.calls.items():
         text += f"\n{name} ({count}): {bill(usd[name], spent[name])}"

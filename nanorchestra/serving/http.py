@@ -123,7 +123,8 @@ class Server(uvicorn.Server):
     make_environment(question, words, vector, seed): the environment of an attempt, with the user's
     preference in words and as a vector. defaults: parameters where a body has none. host: where it
     listens. key: "" to serve every client. more(server, read): one more route, whose bodies
-    `read` reads, and the lifespan that it needs.
+    `read` reads, and the lifespan that it needs. needs_tools: the model knows only tasks with
+    tools, so that a chat of NAME without any is refused.
     """
 
     def __init__(
@@ -135,8 +136,10 @@ class Server(uvicorn.Server):
         host: str = "127.0.0.1",
         key: str = "",
         more: Callable[..., tuple[Route, Any]] | None = None,
+        needs_tools: bool = False,
     ):
         self.rollout, self.make_environment = rollout, make_environment
+        self.needs_tools = needs_tools
         self.defaults = defaults | {"max_tokens": rollout.engine.max_context}
         self.host, self.key = host, key
         self.service, self.models = Service(rollout.engine), [name]
@@ -235,6 +238,12 @@ class Server(uvicorn.Server):
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
         is_chat = "messages" in body
         require(is_chat or body["model"] == self.models[0], f"model: {body['model']} needs {CHAT}")
+        plain = is_chat and body["model"] == self.models[0] and not body.get("tools")
+        require(
+            not (plain and self.needs_tools),
+            f"model: {self.models[0]} knows only its world's tools, and babbles without any; ask "
+            f"for {self.models[-1]}",
+        )
         self.service.check_room(count_choices(body))
         try:
             return body, self._prompts(body)
