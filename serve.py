@@ -158,9 +158,7 @@ def serve_openai(
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
     gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait
     try:
-        server = Server(
-            rollout, name, world.open, sampling, options.host, key, more, world.alone
-        )
+        server = Server(rollout, name, world.open, sampling, options.host, key, more, world.alone)
         serve_http(server, options.port)
     finally:
         gc.unfreeze()  # nanobind would report at the end what is not collected

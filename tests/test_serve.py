@@ -180,6 +180,7 @@ def test_commands(talk, nano_tokenizer):
         ("/budget usd=much", "preference: usd: 'much' is not of type 'number'"),
         ("/budget 5 dollars", "^/budget: '5 dollars' is no limit; write usd=0.05, seconds=60"),
         ("/prefer banana=3", "preference: there is no banana; weights are outcome, cost"),
+        ("/prefer be cheap, never use gpt-5.", "preference: there is no 'gpt-5' to ban; there are"),
         ("/prefer never=gpt-5", "preference: there is no gpt-5 to ban; there are tool-ro"),
         ("/prefer tool-se-li=1", "have weights above 0; nano has learnt to avoid tools"),
         ("/prefer sing a song", "preference: 'sing a song' is not understood; say be cheap"),
@@ -191,6 +192,15 @@ def test_commands(talk, nano_tokenizer):
         with pytest.raises(UserError, match=problem):
             terminal.handle(line)
     assert terminal.stated["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
+    other, said = talk(tools=[spy()])
+    for line, told in (
+        ("/prefer never use gpt-55", "no ban: there is no tool or model 'gpt-55' here"),
+        ("/prefer answer in French", "these words set no weight, ban or limit"),
+    ):
+        other.handle(line)
+        assert told in said()
+    other.handle("/prefer keep the cost low, never use spy")
+    assert "low cost 1; never: spy\n" in said() and said().count("set no weight") == 1
     terminal.handle("/budget off")
     terminal.handle("/prefer off")
     terminal.handle("/tools tool-ro-ta-vi")

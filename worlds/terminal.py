@@ -35,7 +35,7 @@ from worlds.catalogue import names_of, reached
 from worlds.miniature.ask import EXAMPLES, LINE_UP, as_task
 from worlds.miniature.offers import is_expert
 from worlds.miniature.world import Miniature
-from worlds.wording import described, understood
+from worlds.wording import described, understood, unknown_ban, weights_in
 
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 SEARCH = "Finds passages of documents for a query of a few words."
@@ -46,6 +46,10 @@ FAILED_TURNS = 3  # in a row, which end an attempt of a model that knows only th
 STRANGE = (
     "this model knows only the miniature: it cannot use other tools. Leave out --tools and "
     "--index, or give another --model (docs/models.md)"
+)
+NO_WEIGHT = (
+    "these words set no weight, ban or limit; the model reads them as they stand. Words that do: "
+    "be cheap, be fast, be right, never use NAME; /budget sets limits"
 )
 NO_EXPERT = "all experts are off: the model has learnt with one on offer, and fails without one"
 
@@ -252,6 +256,12 @@ class Terminal:
         self.stated = stated
         self.console.line(f"added to a question: {preference.words or 'nothing'}")
         self.console.line(described(preference))
+        words, vector = words_and_vector(text)
+        unknown = unknown_ban(words, all_ban_names(self.world.tools))
+        if unknown and not self.world.alone:
+            self.console.line(f"no ban: there is no tool or model {unknown!r} here")
+        elif words not in ("", "off") and not (weights_in(words) or vector or preference.never):
+            self.console.line(NO_WEIGHT)
 
     def do_budget(self, text: str) -> None:
         """usd=0.05 seconds=60 are limits of an answer; "off" clears them."""
