@@ -222,6 +222,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)
 
 
+@pytest.mark.slow
 def test_short_commands_run_and_print_their_transcript(elsewhere, monkeypatch, capsys):
     promised = {}
     for block, command in FOUND:
@@ -268,7 +269,7 @@ def test_the_session_of_the_terminal_is_what_nano_does(sandbox):
 
 
 @pytest.mark.slow
-def test_clients_of_the_server_get_what_the_page_says(tmp_path):
+def test_clients_of_the_server_get_what_the_page_says():
     """Runs the Python of docs/serve.md with OpenAI's client, and its curl, against the command."""
     command = [sys.executable, "serve.py", "--http", "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -284,8 +285,7 @@ def test_clients_of_the_server_get_what_the_page_says(tmp_path):
                 elif "curl" in block.text and shutil.which("curl"):
                     shell = block.text.replace(":8000", f":{port}").replace("curl ", "curl -s ")
                     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
-                    *_, last, _ = done.stdout.split("data: ")[1:]
-                    assert '"finish_reason":"stop"' in done.stdout and "error" not in last, done
+                    assert '"status":"answered"' in done.stdout, done
         finally:
             process.terminate()
     assert process.returncode == 0
