@@ -66,6 +66,17 @@ def commands_of(block: Block) -> list[str]:
     return found
 
 
+def inline_commands() -> list[tuple[str, str]]:
+    """Returns the pages and commands in backticks of prose and tables, without those with "..."."""
+    found = []
+    for page in PAGES:
+        text = BLOCK.sub("", (ROOT / page).read_text())
+        for words in re.findall(r"`((?:[A-Z_]+=\S+ )*(?:python|torchrun) [^`]+)`", text):
+            if "..." not in words:
+                found.append((page, _plain(" ".join(words.replace("\\|", "|").split()))))
+    return found
+
+
 def _plain(command: str) -> str:
     words = shlex.split(command)
     for end in ("&", "<", ">"):

@@ -6,7 +6,7 @@ Every command of a shell block is of one of three kinds, and a command of none f
   Measured figures (seconds, tokens/s) are masked.
 - PARSED: it trains, downloads, or asks endpoints, or another test runs it. Its program reads its
   arguments, up to where its work begins; the config of a training is loaded.
-- NOT_OURS: another program.
+- NOT_TRIED: another program, or one that other tests run whole.
 
 Files named in commands are shipped, or are of YOURS. All is in this process, apart from the server
 that clients ask.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import io
 import re
@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from shell_blocks import ROOT, blocks, commands_of
+from shell_blocks import ROOT, blocks, commands_of, inline_commands
 
 import serve
 from nanorchestra.agent.load import NANO, load_rollout
@@ -58,12 +58,14 @@ PARSED = {  # the beginning of a command, and why it is not run whole
     "python -m worlds.drills": "tests/worlds/test_drills.py runs it",
     "python -m worlds.profile": "asks experts; tests/worlds/test_profile.py runs it",
     "python -m nanorchestra.model.adopt": "tests/model/test_adopt.py runs it",
-    "python docs/": "tests of its own",
 }
-NOT_OURS = {  # the beginning of a command, and why it is not tried
+NOT_TRIED = {  # the beginning of a command, and why it is not tried
     "python -m venv": "makes the environment of .ci/run",
     "pip install": "packages; .ci/run installs them",
     "python -m pytest": "this",
+    "python docs/": "tests/test_docs.py runs it",
+    "python -m benchmarks.gpu_parts.estimate": "arithmetic for GPUs; tests/kernels has its own",
+    "torchrun --max-restarts": "an option alone",
     "ruff": "the first step of .ci/run",
     "bash .ci/run": "it runs this",
     "hf download": "a program of the hub, which downloads 16 GB",
@@ -116,7 +118,7 @@ class ParsedError(BaseException):
 def kinds(command: str) -> list[str]:
     """Returns which of the kinds a command is of."""
     run = ["run"] if command in RUN else []
-    for name, table in (("not ours", NOT_OURS), ("parsed", PARSED)):
+    for name, table in (("not tried", NOT_TRIED), ("parsed", PARSED)):
         if any(command.startswith(begin) for begin in table):
             return run or [name]
     return run
@@ -166,10 +168,26 @@ def test_every_command_is_run_or_parsed_or_listed_with_a_reason(monkeypatch):
                 raise AssertionError(f"{block.place}: {command}: {error}") from error
     commands = {command for _, command in FOUND}
     assert commands >= RUN, f"no page has {RUN - commands}"
-    for table in (PARSED, NOT_OURS):
-        for begin in table:
-            used = any(command.startswith(begin) for command in commands)
-            assert used or begin == "python docs/", f"no page has {begin}"
+    commands |= {command for _, command in inline_commands()}
+    for begin in [*PARSED, *NOT_TRIED]:
+        used = any(command.startswith(begin) for command in commands)
+        assert used, f"no page has {begin}: remove it"
+
+
+def test_commands_in_prose_are_parsed_and_their_tests_exist(monkeypatch):
+    names = " ".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for page, command in inline_commands():
+        assert kinds(command), f"{page}: {command}: add it to a table of {__file__}"
+        if kinds(command) == ["parsed"]:
+            module, arguments = module_of(command.split())
+            assert importlib.util.find_spec(module), f"{page}: {command}"
+            if arguments:  # else it is no more than a name
+                read_arguments(command, monkeypatch)
+        elif command.startswith("python -m pytest"):
+            for place in re.findall(r" (tests/[\w/.]+)", command):
+                assert (ROOT / place).exists(), f"{page}: {command}"
+            for word in re.findall(r"-k (\w+)", command):
+                assert re.search(rf"def test_\w*{word}", names), f"{page}: {command}"
 
 
 def test_files_of_the_commands_are_shipped_or_the_readers_own():
