@@ -64,7 +64,7 @@ NOT_TRIED = {  # the beginning of a command, and why it is not tried
     "pip install": "packages; .ci/run installs them",
     "python -m pytest": "this",
     "python docs/": "tests/test_docs.py runs it",
-    "python -m benchmarks.gpu_parts.estimate": "arithmetic for GPUs; tests/kernels has its own",
+    "python -m benchmarks.gpu_parts.estimate": "arithmetic for GPUs, a minute",
     "torchrun --max-restarts": "an option alone",
     "ruff": "the first step of .ci/run",
     "bash .ci/run": "it runs this",

@@ -178,7 +178,7 @@ def test_commands(talk, nano_tokenizer):
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
         ("/budget usd=much", "preference: usd: 'much' is not of type 'number'"),
-        ("/budget 5 dollars", "^/budget: '5 dollars' is no limit; write usd=0.05, seconds=60"),
+        ("/budget 5 dollars", "^/budget: '5 dollars' is not a limit; write usd=0.05, seconds=60"),
         ("/prefer banana=3", "preference: there is no banana; weights are outcome, cost"),
         ("/prefer be cheap, never use gpt-5.", "preference: there is no 'gpt-5' to ban; there are"),
         ("/prefer never=gpt-5", "preference: there is no gpt-5 to ban; there are tool-ro"),

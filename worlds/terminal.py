@@ -268,7 +268,7 @@ class Terminal:
         words, vector = words_and_vector(text)
         require(
             text in ("", "off") or not words and {*vector} <= {"usd", "seconds"},
-            f"/budget: {text!r} is no limit; write usd=0.05, seconds=60 or both",
+            f"/budget: {text!r} is not a limit; write usd=0.05, seconds=60 or both",
         )
         self.do_prefer(text, "budget")
 
