@@ -235,7 +235,7 @@ def test_a_new_domain_is_one_file_and_a_bad_one_is_named(tmp_path):
         (lambda b: b["refs"]["bookings"]["by"].append("it | count("), "no domain can be made"),
         (lambda b: b["wishes"]["refund"].update(ask=[]), "'ask' was unexpected"),
         (lambda b: b.pop("tools"), "'tools' is a required property"),
-        (lambda b: b["tables"]["trains"]["fields"].update(kind=["colour"]), "no kind of draw"),
+        (lambda b: b["tables"]["trains"]["fields"].update(kind=["colour"]), "not a kind of draw"),
         (lambda b: b["tools"]["show_train"].update(program=["import os"]), "is not a step"),
         (lambda b: b["tools"]["show_train"].update(program=["1 < 2 < 1"]), "1 < 2 < 1 has no mean"),
         (lambda b: b["tools"]["show_train"].update(program=["a = b = 1"]), "a = b = 1 has no mean"),
