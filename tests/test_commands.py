@@ -43,13 +43,13 @@ RUN = {
     "python train.py --plan --config qwen3-8b-qlora --gpu 4090",
     "python data_gen.py --show 5",
     "python tools.py index docs --out indexes/docs",
-    "python tools.py index docs/ --out index/",
 }
 PARSED = {  # the beginning of a command, and why it is not run whole
     "python train.py": "trains for minutes; tests/test_train.py and .ci/run do so in small",
     "python evaluate.py": "needs checkpoints, questions or endpoints of the reader",
     "python serve.py": "a prompt, a server (test_clients_of_the_server), or a model of the hub",
     "python data_gen.py": "10,000 tasks; tests/worlds/test_toolscale_pipeline.py makes some",
+    "python tools.py index docs/": "as the same command without the slash, which is run",
     "python tools.py index corpus.jsonl": "needs a corpus of the reader and a GPU",
     "python tools.py serve-index": "a server; tests/serving/test_retrieval.py runs one",
     "python benchmarks/": "minutes; .ci/run rehearses the day on a GPU",
