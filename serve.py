@@ -42,6 +42,7 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
+from worlds.load import knows_only_miniature
 from worlds.policies import checkpoint_settings
 from worlds.terminal import (
     COMMANDS,
@@ -50,7 +51,6 @@ from worlds.terminal import (
     STRANGE,
     OpenQuestions,
     Terminal,
-    knows_miniature_only,
     questions_of,
     show_again,
 )
@@ -232,7 +232,7 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         spending = Spending(replies=replies)
         world = questions_of(model, options.tools, options.index, sandbox, spending)
         limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
-        if knows_miniature_only(model):  # whatever else it is asked, it babbles
+        if knows_only_miniature(model):  # whatever else it is asked, it babbles
             trained = checkpoint_settings(model)["turn_tokens"]
             limits = replace(limits, turn_tokens=trained, failed_turns=FAILED_TURNS)
             if not world.alone:

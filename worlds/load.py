@@ -4,9 +4,11 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from nanorchestra.agent.load import NANO
 from nanorchestra.agent.world import World
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
+from nanorchestra.files import read_toml
 from nanorchestra.records import words_and_vector
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.replies import store_of
@@ -53,6 +55,30 @@ def agent_of(settings: TaskSection) -> str:
         require(own, f"task.world is {settings.world!r}; it must be agent:COMMAND")
         require(not settings.agent, "task.agent: task.world names an agent already")
     return own or settings.agent
+
+
+def knows_only_miniature(model: Path) -> bool:
+    """Returns whether a checkpoint has seen nothing but the miniature: nano, its base, and runs."""
+    if model.resolve() in (NANO, NANO.with_name("base")):
+        return True
+    config = model.parent / "config.toml"
+    world = read_toml(config).get("task", {}).get("world") if config.is_file() else None
+    return world == Miniature.name
+
+
+def note_on_tools(model: str, world: str) -> str:
+    """Returns a line if a checkpoint has seen the miniature alone and the world is another.
+
+    "" if not. `model` "" is one of random weights.
+    """
+    known = [name.partition("=")[0].strip() for name in world.split(",")]
+    if Miniature.name in known or (model and not knows_only_miniature(Path(model))):
+        return ""
+    name = model or "a model of random weights"
+    return (
+        f"{name} knows the miniature at most, not the tools of {world}: expect no right answers. "
+        "A model that calls tools is named by model.path, say Qwen/Qwen3-0.6B (docs/models.md)"
+    )
 
 
 def parse_mixture(text: str) -> dict[str, float]:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import TextIO
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
-from nanorchestra.agent.load import NANO
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.agent.transcript import Transcript
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import append_line, read_json_lines, read_toml
+from nanorchestra.files import append_line, read_json_lines
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory, words_and_vector
 from nanorchestra.report.run import number
@@ -32,6 +31,7 @@ from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import names_of, reached
+from worlds.load import knows_only_miniature
 from worlds.miniature.ask import EXAMPLES, LINE_UP, as_task
 from worlds.miniature.offers import is_expert
 from worlds.miniature.world import Miniature
@@ -113,13 +113,6 @@ class MiniatureQuestions(OpenQuestions):
         return Miniature(0, self.sandbox).environment(task, seed)
 
 
-def knows_miniature_only(model: Path) -> bool:
-    """Tells whether a checkpoint was trained in the miniature alone, as the bundled nano was."""
-    config = model.parent / "config.toml"
-    trained_there = config.is_file() and read_toml(config)["task"]["world"] == "miniature"
-    return trained_there or model.resolve() == NANO
-
-
 def questions_of(
     model: Path,
     catalogue: str | None,
@@ -132,7 +125,7 @@ def questions_of(
     With tools of `catalogue`, or search in `index`, they are any. Without a catalogue there is
     Python. `spending` has the recorded replies of its experts.
     """
-    if knows_miniature_only(model) and not (catalogue or index):
+    if knows_only_miniature(model) and not (catalogue or index):
         return MiniatureQuestions(sandbox)
     search = [LookupTool("search", SEARCH, open_index(index))] if index else []
     if catalogue:
