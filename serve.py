@@ -29,6 +29,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,19 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from worlds.policies import Policy
+from worlds.load import knows_only_miniature
+from worlds.policies import Policy, checkpoint_settings
 from worlds.policies import parse as parse_policy
-from worlds.terminal import COMMANDS, KEYS, OpenQuestions, Terminal, questions_of, show_again
+from worlds.terminal import (
+    COMMANDS,
+    FAILED_TURNS,
+    KEYS,
+    STRANGE,
+    OpenQuestions,
+    Terminal,
+    questions_of,
+    show_again,
+)
 
 LEAVE = ("quit", "exit")  # at a prompt
 ENDPOINT_CONTEXT = 131072  # ids of a conversation, of which nano's tokenizer makes 1 of 1.6 bytes
@@ -186,7 +197,17 @@ def serve_openai(
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
     gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait
     try:
-        server = Server(rollout, name, world.open, sampling, options.host, key, more, world.facts())
+        server = Server(
+            rollout,
+            name,
+            world.open,
+            sampling,
+            options.host,
+            key,
+            more,
+            about=world.facts(),
+            needs_tools=world.alone,
+        )
         serve_http(server, options.port)
     finally:
         gc.unfreeze()  # nanobind would report at the end what is not collected
@@ -272,6 +293,11 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
             about = told(policy)
         else:
             limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
+            if knows_only_miniature(model):  # whatever else it is asked, it babbles
+                trained = checkpoint_settings(model)["turn_tokens"]
+                limits = replace(limits, turn_tokens=trained, failed_turns=FAILED_TURNS)
+                if not world.alone:
+                    print(f"serve.py: {STRANGE}", file=sys.stderr)
             running, engine_options = 1, {}
             if options.http or options.mcp:  # a pool of fixed size, for whose pages requests wait
                 running, engine_options = 256, {"max_batch_tokens": 2048}

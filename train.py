@@ -29,9 +29,11 @@ resumes, also on another number of ranks.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt
+    from nanorchestra.errors import end_on_interrupt, parse_first
+    from nanorchestra.training import options
 
     end_on_interrupt("train.py")
+    parse_first("train.py", options.parse, __doc__)  # before torch, which takes seconds to import
 
 import math
 import sys
@@ -59,7 +61,7 @@ from nanorchestra.training.build import (
     load_policy,
     publish,
 )
-from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
+from nanorchestra.training.command import Stop, choose_run, prepare_process
 from nanorchestra.training.distributed import (
     Ranks,
     backward,
@@ -68,6 +70,7 @@ from nanorchestra.training.distributed import (
 )
 from nanorchestra.training.objectives import Objective, bounded_exp, objective_of
 from nanorchestra.training.optimizers import scheduled
+from nanorchestra.training.options import parse
 from nanorchestra.training.overlap import in_background
 from nanorchestra.training.packing import (
     Group,

@@ -17,11 +17,12 @@ A command's file begins and ends like this, because torch takes seconds to impor
 """
 
 import argparse
+import difflib
 import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 INTERRUPTED = 130  # exit status, as a shell reports a program that SIGINT ended
@@ -51,11 +52,21 @@ def require(condition: object, message: str) -> None:
         raise UserError(message)
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean NAME?" for the known name that a misspelt word is like, else ""."""
+    found = difflib.get_close_matches(word, list(known), 1, 0.7)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """An argparse parser that raises UserError in place of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError with argparse's message."""
+        """Raises UserError with argparse's message, and the option that is meant, if one is."""
+        _, found, words = message.partition("unrecognized arguments: ")
+        for word in words.split() if found else ():
+            if word.startswith("--"):
+                message += nearest(word.partition("=")[0], self._option_string_actions)
         raise UserError(f"{message} (--help shows the usage)")
 
 
@@ -68,6 +79,15 @@ def end_on_interrupt(program: str) -> None:
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
+
+
+def parse_first(program: str, parse: Callable[..., object], *more: object) -> None:
+    """Ends the process if its arguments ask for help or are wrong; `more` is for `parse` too."""
+    try:
+        parse(sys.argv[1:], *more)
+    except UserError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:

@@ -269,8 +269,8 @@ class Trajectory:
     prompt and turn, ...
 
     status: "answered", "turn_limit", "token_limit", "time_limit" (of an agent that is not ours),
-    "user_limit" (a limit of the preference), or "infrastructure" (a failure that the policy did not
-    cause: the attempt leaves its group).
+    "user_limit" (a limit of the preference), "failed_turns" (AttemptLimits.failed_turns in a row),
+    or "infrastructure" (a failure that the policy did not cause: the attempt leaves its group).
     verdict: how the answer was judged, "" if the world does not say it. trainer_logprobs: the
     trainer's log-probabilities of the sampled ids, in order, before its update, None for those that
     the loss leaves out; empty if it did not train on them.

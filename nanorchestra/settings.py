@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nanorchestra.config import Config
-from nanorchestra.errors import ArgumentParser, UserError, require
+from nanorchestra.errors import ArgumentParser, UserError, nearest, require
 from nanorchestra.files import read_toml
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 SMALL = read_toml(Path(__file__).with_name("dry_run.toml"))
 SETTINGS = {  # field and type of each setting
     f"{section}.{field.name}": (field, get_type_hints(kind)[field.name])
@@ -48,7 +49,8 @@ def _reader(kind, help, least) -> Callable[[str], Any]:
         try:
             value = {"true": True, "false": False}[text] if kind is bool else kind(text)
         except (KeyError, ValueError):
-            raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__}") from None
+            right = KINDS[kind]
+            raise argparse.ArgumentTypeError(f"{text!r} must be {right}") from None
         if kind in (int, float) and not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
         return value
@@ -92,7 +94,8 @@ def load_config(name: str | Path | None, overrides: Mapping[str, Any] = {}) -> C
 def _find(name) -> Path:
     shipped = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
     path = shipped.get(str(name), Path(name))
-    require(path.is_file(), f"no such file; give a TOML file, or one of {', '.join(shipped)}")
+    near = nearest(str(name), shipped)
+    require(path.is_file(), f"no such file; give a TOML file, or one of {', '.join(shipped)}{near}")
     return path
 
 

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def command_line(talk, monkeypatch, capsys):
     def run(*arguments, script=(), typed=""):
         def load(path, limits, *_, **__):
             rollout = talk(*script)[0].rollout
+            rollout.limits = replace(rollout.limits, failed_turns=limits.failed_turns)
             rollout.engine.model = load_rollout(NANO, limits, {}, 1).engine.model
             return rollout
 
@@ -176,8 +178,9 @@ def test_commands(talk, nano_tokenizer):
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
         ("/budget usd=much", "preference: usd: 'much' is not of type 'number'"),
-        ("/budget 5 dollars", "^/budget: '5 dollars' is no limit; write usd=0.05, seconds=60"),
+        ("/budget 5 dollars", "^/budget: '5 dollars' is not a limit; write usd=0.05, seconds=60"),
         ("/prefer banana=3", "preference: there is no banana; weights are outcome, cost"),
+        ("/prefer be cheap, never use gpt-5.", "preference: there is no 'gpt-5' to ban; there are"),
         ("/prefer never=gpt-5", "preference: there is no gpt-5 to ban; there are tool-ro"),
         ("/prefer tool-se-li=1", "have weights above 0; nano has learnt to avoid tools"),
         ("/prefer sing a song", "preference: 'sing a song' is not understood; say be cheap"),
@@ -189,6 +192,15 @@ def test_commands(talk, nano_tokenizer):
         with pytest.raises(UserError, match=problem):
             terminal.handle(line)
     assert terminal.stated["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
+    other, said = talk(tools=[spy()])
+    for line, told in (
+        ("/prefer never use gpt-55", "no ban: there is no tool or model 'gpt-55' here"),
+        ("/prefer answer in French", "these words set no weight, ban or limit"),
+    ):
+        other.handle(line)
+        assert told in said()
+    other.handle("/prefer keep the cost low, never use spy")
+    assert "low cost 1; never: spy\n" in said() and said().count("set no weight") == 1
     terminal.handle("/budget off")
     terminal.handle("/prefer off")
     terminal.handle("/tools tool-ro-ta-vi")
@@ -215,6 +227,69 @@ def test_nano_answers_a_newcomer_with_questions_to_copy(talk, capsys):
     terminal.at_prompt = False  # a script is told by its status
     with pytest.raises(UserError, match="outside the miniature's world: 'quit'; ask like"):
         terminal.handle("quit")
+
+
+def test_what_a_limit_refused_is_said_where_it_happens_in_the_bill_and_in_the_trace(talk):
+    """The page shows the same text: it is the content of the result in the stream."""
+    script = think("t", "tool-ro-ta-vi"), think("t", "tool-se-li"), think("t", content="57")
+    terminal, out = talk(*script)
+    terminal.handle("/budget usd=0.005")
+    terminal.handle(LAW)
+    terminal.handle("/trace")
+    shown = out().replace("\n" + " " * 9, " ")
+    happened, bill = shown.split("  cost   ")
+    bill, trace = bill.split(f"\n{LAW}")
+    reason = r"up to \$0\.013, \$0\.00\d+ left"
+    assert re.search(rf"error  Error: refused tool-ro-ta-vi: {reason}", happened)
+    assert re.search(rf"tool-se-li \(1\): .*tool-ro-ta-vi \(1 refused\): {reason}", bill)
+    assert re.search(rf"tool-ro-ta-vi {{}}: Error: refused tool-ro-ta-vi: {reason}", trace)
+
+
+def test_save_and_load_work_in_the_miniature_whose_questions_stand_alone(talk, tmp_path):
+    file, script = tmp_path / "said.json", think("t", content="57")
+    terminal, _ = talk(*[script] * 2)
+    with pytest.raises(UserError, match="^/save: nothing was said yet$"):
+        terminal.handle(f"/save {file}")
+    terminal.handle(LAW)
+    terminal.handle(f"/save {file}")
+    again, out = talk(*[script] * 2)
+    again.handle(f"/load {file}")
+    assert out() == f"> {LAW}\n57\nloaded: 1 question; each question here stands alone\n"
+    alone = again.ask(LAW).ids
+    assert alone == terminal.ask(LAW).ids, "the prompt is the question's alone"
+    open_world, out = talk(script, tools=[spy()])  # goes on from messages without ids
+    open_world.handle(f"/load {file}")
+    ids = open_world.ask("and now?").ids
+    assert f"{LAW}<|im_end|>" in open_world.rollout.tokenizer.decode(ids)
+    file.write_text("[[], []]")
+    with pytest.raises(UserError, match="not a conversation of this model"):
+        again.handle(f"/load {file}")
+
+
+def test_nano_outside_its_world_says_so_and_ends_after_three_failed_turns(
+    command_line, talk, tmp_path
+):
+    (tmp_path / "tools.toml").write_text(
+        '[[tools]]\nkind = "code"\nname = "python"\ndescription = "runs"\n'
+    )
+    fails = think("t", "tool-ro-ta-vi")
+    given = "--tools", str(tmp_path / "tools.toml"), "--ask", "what is the 1000th prime?"
+    status, out, err = command_line(*given, script=[fails] * 9)
+    assert status == 1 and out.count("  call ") == 3, out
+    assert "answer none (3 turns in a row failed)" in out and "1 turns" not in out
+    notice = err.splitlines()[0]
+    assert notice.startswith("serve.py: this model knows only the miniature: it cannot use other")
+    script = [fails, think("t", "python", code="1"), fails, fails, think("t", content="2")]
+    status, out, _ = command_line(*given, script=script)
+    assert status == 0 and "answer 2" in out, "a turn that worked begins the count anew"
+    status, out, err = command_line("--ask", LAW, script=[think("t", "tool-ro-ta-vi")] * 9)
+    assert out.count("  call ") == 4, "the same call again brings nothing new"
+    assert "knows only" not in err
+    terminal, out = talk()
+    terminal.handle("/tools tool-ro-ta-vi")
+    assert "all experts are off" not in out()
+    terminal.handle("/tools tool-se-li")
+    assert "all experts are off: the model has learnt with one on offer" in out()
 
 
 def test_prices_are_in_dollars(talk):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from nanorchestra.config import Config
@@ -54,7 +56,7 @@ def test_another_objective_does_not_keep_what_the_file_chose_for_the_first():
     "words, says",
     [
         (["--grpo.stepz", "7"], "unrecognized arguments: --grpo.stepz"),
-        (["--grpo.steps", "1.5"], "--grpo.steps: '1.5' is no int"),
+        (["--grpo.steps", "1.5"], "--grpo.steps: '1.5' must be a whole number"),
         (["--grpo.steps", "-1"], "--grpo.steps: -1 must be at least 0"),
         (["--grpo.bounds", "none"], "'group', 'task'"),
         (["--grpo.group_size", "1"], "--grpo.group_size: 1 must be at least 2"),
@@ -85,13 +87,16 @@ def test_a_wrong_option_is_named_in_one_line(words, says):
     "text, says",
     [
         ("[grpo\n", "bad.toml: Expected"),
-        ("[grpo]\nsteppes = 3\n", "bad.toml: unrecognized arguments: --grpo.steppes"),
+        ("[grpo]\nsteppes = 3\n", "arguments: --grpo.steppes=3; did you mean --grpo.steps?"),
         ("steps = 3\n", r"bad.toml: "),
-        ("[grpo]\nsteps = 'many'\n", "bad.toml: argument --grpo.steps: 'many' is no int"),
-        ("[grpo]\nsteps = true\n", "'true' is no int"),
+        (
+            "[grpo]\nsteps = 'many'\n",
+            "bad.toml: argument --grpo.steps: 'many' must be a whole",
+        ),
+        ("[grpo]\nsteps = true\n", "'true' must be a whole number"),
     ],
 )
 def test_a_wrong_file_is_named_in_one_line(tmp_path, text, says):
     (tmp_path / "bad.toml").write_text(text)
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=re.escape(says)):
         load_config(tmp_path / "bad.toml")

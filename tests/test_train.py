@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from nanorchestra.agent.load import NANO
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory
-from nanorchestra.report.run import Run
+from nanorchestra.report.run import Run, to_toml
 from nanorchestra.settings import load_config
 from nanorchestra.training.bill import Bill
 from nanorchestra.training.command import Stop
@@ -120,9 +121,11 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path, monkeypatch, c
         (["--gpus", "abc", "--plan"], "--gpus: invalid int"),
         (["--gpus", "2"], "only for --plan"),
         (["--gpu", "b1", "--plan"], "--gpu: invalid choice"),
-        (["--grpo.stepz", "3"], "unrecognized arguments: --grpo.stepz"),
-        (["--config", "qwen4"], "qwen4: no such file"),
-        (["--resume", "nowhere"], "nowhere"),
+        (["--grpo.stepz", "3"], "arguments: --grpo.stepz 3; did you mean --grpo.steps? (--help"),
+        (["--config", "qwen-4b"], "qwen-4b: no such file"),
+        (["--config", "qwen-4b"], "; did you mean qwen3-4b?"),
+        (["--run.name", "../x"], "run.name is '../x'; it must be the name of a directory"),
+        (["--resume", "nowhere"], "nowhere: no such run; give its directory, or its name in runs/"),
         (["--resume", "x", "--run.seed", "1"], "cannot change run.seed, only run.checkpoint_every"),
         (["--run.root", "/proc/nothing"], "/proc/nothing"),
         (["--model.path", ".", "--run.threads", "1"], "config.json"),
@@ -137,9 +140,30 @@ def test_a_bad_argument_is_one_line_and_makes_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     assert program.main(arguments) == 2
-    line = capsys.readouterr().err
+    out, line = capsys.readouterr()
     assert line.startswith("train.py: ") and says in line and line.count("\n") == 1
-    assert not list(tmp_path.glob("runs/*"))
+    assert not list(tmp_path.glob("runs/*")) and "writing to" not in out
+
+
+def test_a_run_is_resumed_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Run.create("runs/nano", to_toml(load_config("nano")))
+    for word in ("nano", "runs/nano"):
+        assert program.choose_run(program.parse(["--resume", word]))[1:] == (
+            Path("runs/nano"),
+            True,
+        )
+    with pytest.raises(UserError, match="nanno: no such run; .*; did you mean nano?"):
+        program.choose_run(program.parse(["--resume", "nanno"]))
+
+
+def test_help_and_wrong_options_do_not_wait_for_torch():
+    """`python -X importtime` writes a line for each module that is imported."""
+    for word, status in (("--help", 0), ("--nonsense", 2)):
+        command = [sys.executable, "-X", "importtime", "train.py", word]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == status and not re.search(r"\| +torch$", done.stderr, re.M)
+        assert "argparse" in done.stderr
 
 
 def test_only_a_second_sigint_ends_the_run_at_once():

@@ -17,7 +17,7 @@ from nanorchestra.agent.load import NANO, fetch_model, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.agent.world import World
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.hub import is_model, names_model
 from nanorchestra.model.tokenizer import Tokenizer
@@ -122,7 +122,7 @@ def parse(text: str, routers: Collection[str], option: str = "--policy") -> Poli
     else:
         kind = "checkpoint"
         known = f"a checkpoint, a hub id, MODEL@URL, or one of {', '.join(routers)}"
-        unknown = f"{where}: {base} is none of {known}"
+        unknown = f"{where}: {base} is none of {known}{nearest(base, routers)}"
         require(names_model(base), unknown)
         path = fetch_model(base).path
         require(is_model(path), unknown)

@@ -21,7 +21,7 @@ from nanorchestra.files import append_line, read_json_lines
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory, words_and_vector
 from nanorchestra.report.run import number
-from nanorchestra.report.terminal import Console, footer
+from nanorchestra.report.terminal import Console, counted, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json
 from nanorchestra.tools.allowance import all_ban_names
@@ -32,9 +32,10 @@ from nanorchestra.training.trajectories import check_row, from_row, replay, to_r
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import names_of, reached
 from worlds.load import knows_only_miniature
-from worlds.miniature.ask import EXAMPLES, OutsideError, as_task
+from worlds.miniature.ask import EXAMPLES, LINE_UP, OutsideError, as_task
+from worlds.miniature.offers import is_expert
 from worlds.miniature.world import Miniature
-from worlds.wording import described, understood
+from worlds.wording import described, understood, unknown_ban, weights_in
 
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 SEARCH = "Finds passages of documents for a query of a few words."
@@ -46,7 +47,16 @@ FRIENDLY = (
     "nano knows only its miniature world. Three questions to copy:\n  {}\nAny other needs a larger "
     "model: serve.py --model MODEL@URL, or --model with a hub id. /help lists the commands."
 )
-WHY = {"token_limit": "the context is full; /reset begins anew"}
+FAILED_TURNS = 3  # in a row, which end an attempt of a model that knows only the miniature
+STRANGE = (
+    "this model knows only the miniature: it cannot use other tools. Leave out --tools and "
+    "--index, or give another --model (docs/models.md)"
+)
+NO_WEIGHT = (
+    "these words set no weight, ban or limit; the model reads them as they stand. Words that do: "
+    "be cheap, be fast, be right, never use NAME; /budget sets limits"
+)
+NO_EXPERT = "all experts are off: the model has learnt with one on offer, and fails without one"
 
 
 class OpenQuestions:
@@ -55,6 +65,8 @@ class OpenQuestions:
     title = "any question; seconds of tools are measured, prices are the catalogue's"
     examples = ["What is the 1000th prime number?", "Which of your tools is the cheapest?"]
     shorthand = ""  # what abbreviations in descriptions and thoughts mean
+    alone = False  # whether each question is a task of its own, outside any conversation
+    lacks_expert = False  # whether the policy has learnt with experts, and all are off
 
     def __init__(self, tools: list[Tool]):
         self.tools = tools
@@ -97,6 +109,7 @@ class MiniatureQuestions(OpenQuestions):
         "60s 74c large: a large model that takes about 60 s, at 74 cents for 100,000 tokens of an "
         "expert or for 100 calls of a tool"
     )
+    alone = True
 
     def __init__(self, sandbox: Sandbox):
         self.sandbox = sandbox
@@ -105,6 +118,11 @@ class MiniatureQuestions(OpenQuestions):
         for example in EXAMPLES:
             by_name |= self.open(example, "", {}, 0).by_name
         self.tools = list(by_name.values())
+
+    @property
+    def lacks_expert(self) -> bool:
+        """Whether every expert is off."""
+        return {offer["name"] for offer in LINE_UP if is_expert(offer)} <= self.off
 
     def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, which is put in this world's words.
@@ -213,12 +231,14 @@ class Terminal:
             console.rest()
         t = console.trajectory
         seconds = time.monotonic() - start
-        if any(t.sampled) and not task.data:
+        if task.data:
+            self.transcript.note(task.question, t.answer)
+        elif any(t.sampled):
             self.transcript.keep(env, t)
         if not t.answer:
             self.status = 1
             why = " ".join(t.failure.removeprefix("Error: ").split())
-            console.say("answer", f"none ({why or WHY.get(t.status, t.status)})")
+            console.say("answer", f"none ({why or self._why(task, t)})")
         text = footer(t, seconds, console.sampling)
         if task.data and t.status == "answered":
             text += "\nright" if t.outcome else f"\nwrong, it is {task.data['answer']}"
@@ -239,6 +259,23 @@ class Terminal:
             raise KeyboardInterrupt
         return t
 
+    def _why(self, task: Task, t: Trajectory) -> str:
+        """Returns why an attempt has no answer, in words."""
+        limits, preference = self.rollout.limits, task.preference
+        if t.status == "token_limit":
+            context = len(t.ids) - t.turns[-1].context if t.turns else limits.context_tokens
+            if context < limits.context_tokens:
+                return f"a turn was longer than {limits.turn_tokens} tokens"
+            return "the context is full; /reset begins anew"
+        if t.status == "user_limit":
+            usd, seconds = preference.usd, preference.seconds
+            stated = [f"${usd:g}"] if usd is not None else []
+            stated += [f"{seconds:g} s"] if seconds is not None else []
+            return f"the limit of {' and '.join(stated)} is reached"
+        if t.status == "failed_turns":
+            return f"{limits.failed_turns} turns in a row failed"
+        return t.status
+
     def do_prefer(self, text: str, name: str = "preference") -> None:
         """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""
         stated = self.stated | ({name: "" if text == "off" else text} if text else {})
@@ -246,13 +283,19 @@ class Terminal:
         self.stated = stated
         self.console.line(f"added to a question: {preference.words or 'nothing'}")
         self.console.line(described(preference))
+        words, vector = words_and_vector(text)
+        unknown = unknown_ban(words, all_ban_names(self.world.tools))
+        if unknown and not self.world.alone:
+            self.console.line(f"no ban: there is no tool or model {unknown!r} here")
+        elif words not in ("", "off") and not (weights_in(words) or vector or preference.never):
+            self.console.line(NO_WEIGHT)
 
     def do_budget(self, text: str) -> None:
         """usd=0.05 seconds=60 are limits of an answer; "off" clears them."""
         words, vector = words_and_vector(text)
         require(
             text in ("", "off") or not words and {*vector} <= {"usd", "seconds"},
-            f"/budget: {text!r} is no limit; write usd=0.05, seconds=60 or both",
+            f"/budget: {text!r} is not a limit; write usd=0.05, seconds=60 or both",
         )
         self.do_prefer(text, "budget")
 
@@ -265,6 +308,8 @@ class Terminal:
             off.remove(text)
         elif text:
             off.add(text)
+        if text and self.world.lacks_expert:
+            self.console.line(NO_EXPERT)
         for tool in self.world.tools:
             state = "off, " if tool.name in off else ""
             self.console.line(f"  {tool.name} ({state}{price(tool)}): {tool.description}")
@@ -296,16 +341,17 @@ class Terminal:
     def do_save(self, file: str) -> None:
         """Writes the conversation to FILE."""
         require(file, "/save: name the file")
-        require(
-            self.transcript.messages,
-            "/save: nothing was said; questions of the miniature stand alone",
-        )
+        require(self.transcript.messages, "/save: nothing was said yet")
         self.transcript.save(file)
 
     def do_load(self, file: str) -> None:
-        """Goes on with the conversation in FILE."""
+        """Goes on with the conversation in FILE, whose last question and answer it shows."""
         require(file, "/load: name the file")
         self.transcript.load(file)
+        *before, question, answer = (message["content"] for message in self.transcript.messages)
+        self.console.line(f"> {question}\n{answer or 'no answer'}")
+        alone = "; each question here stands alone" if self.world.alone else ""
+        self.console.line(f"loaded: {counted(1 + len(before) // 2, 'question')}{alone}")
 
     def do_help(self, text: str) -> None:
         """Examples and commands."""

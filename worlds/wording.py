@@ -122,9 +122,7 @@ def bans_in(text: str, names: Iterable[str]) -> list[str]:
 
     Words that only contain a name are no ban: "do not use large numbers", "there is no answer".
     """
-    plain = re.sub(r"[`\"“”*]|(?<!\w)'|'(?!\w)", "", _plain(text))
-    longest_first = sorted(names, key=len, reverse=True)
-    patterns = {name: _pattern(name) for name in longest_first}
+    plain, patterns = _unquoted(text), _patterns(names)
     bans = []
     for start in BAN.finditer(plain):
         bans += _listed(plain, start.end(), patterns, weak=False)
@@ -134,6 +132,27 @@ def bans_in(text: str, names: Iterable[str]) -> list[str]:
         if re.search(rf"(?<![\w-])(?:{pattern.pattern}){AFTER}", plain):
             bans.append(name)
     return list(dict.fromkeys(bans))
+
+
+def unknown_ban(text: str, names: Iterable[str]) -> str:
+    """Returns what a text forbids that is none of the names, "" if there is nothing.
+
+    "never use gpt-55" is an example; so is "do not use large numbers".
+    """
+    plain, patterns = _unquoted(text), _patterns(names)
+    for start in BAN.finditer(plain):
+        if not _listed(plain, start.end(), patterns, weak=False):
+            return re.split(r"[.,;:!?)]", plain[start.end() :])[0].strip()
+    return ""
+
+
+def _unquoted(text: str) -> str:
+    return re.sub(r"[`\"“”*]|(?<!\w)'|'(?!\w)", "", _plain(text))
+
+
+def _patterns(names: Iterable[str]) -> dict[str, re.Pattern[str]]:
+    """Returns the pattern of each name, the longest name first."""
+    return {name: _pattern(name) for name in sorted(names, key=len, reverse=True)}
 
 
 def _pattern(name: str) -> re.Pattern[str]:

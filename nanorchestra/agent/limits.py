@@ -69,7 +69,7 @@ class UserLimits:
         running = []
         for number, call in enumerate(calls):
             if number >= most:
-                prepared = refused_call(f"at most {most} calls in one turn")
+                prepared = refused_call(f"calls in one turn: at most {most}")
             elif seconds <= 0:
                 prepared = refused_call("the user's time for calls is over; answer now")
             else:

@@ -46,12 +46,17 @@ SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two turns with prompts of
 
 @dataclass(frozen=True)
 class AttemptLimits:
-    """Where an attempt is cut. `context_tokens` bounds a session, or with `rebuild` each turn."""
+    """Where an attempt is cut. `context_tokens` bounds a session, or with `rebuild` each turn.
+
+    `failed_turns` in a row end it, if that is not None: turns whose calls all were errors, or were
+    made before with the same arguments.
+    """
 
     turns: int = 50
     turn_tokens: int = 512
     context_tokens: int = 2048
     calls_per_turn: int = 4
+    failed_turns: int | None = None
 
     @classmethod
     def of(cls, settings: Any) -> AttemptLimits:
@@ -129,6 +134,7 @@ class Attempt:
 
     async def _play(self) -> str:
         """Plays turns until the attempt ends; returns its status."""
+        failures = 0  # turns in a row
         for number in range(self.limits.turns):
             if not self._open():
                 return "user_limit"
@@ -151,6 +157,9 @@ class Attempt:
                 failed = any(result.infrastructure for result in results)
                 if failed and not self.rollout.survives_failures:
                     return "infrastructure"
+                failures = failures + 1 if self._failed(turn) else 0
+                if failures == self.limits.failed_turns:
+                    return "failed_turns"
             elif self.answers_by_tool:
                 results = [NO_CALL]
             else:
@@ -258,6 +267,14 @@ class Attempt:
                 self.trajectory.answer = result.content
                 return True
         return False
+
+    def _failed(self, turn: Turn) -> bool:
+        """Tells whether a turn's calls all were errors, or were made before."""
+        made = []
+        for earlier in self.trajectory.turns[:-1]:
+            made += [(call.name, call.arguments) for call in earlier.calls]
+        pairs = zip(turn.calls, turn.results, strict=True)
+        return all(result.error or (call.name, call.arguments) in made for call, result in pairs)
 
     def _observe(self, turn: Turn, message: str, results: list[ToolResult]) -> bool:
         """Shows the policy the results of its calls, or the user's reply to its message.

@@ -26,7 +26,7 @@ class Transcript:
     def lead(self, env: Any) -> None:
         """Puts the transcript before the message of `env`."""
         (question,) = env.messages
-        if self.messages and self.tokenizer.markers:  # else the template writes all anew
+        if self.ids:  # else the template writes all anew
             next_ids = chat.encode_reply(self.tokenizer, "user", [question["content"]])
             env.prompt = [*self._head(env), *self.ids, *next_ids]
         env.messages = [*self.messages, question]
@@ -39,6 +39,13 @@ class Transcript:
         self.ids = attempt.ids[len(self._head(env)) :]
         if self.ids[-1:] != [self.tokenizer.im_end]:
             self.ids.append(self.tokenizer.im_end)
+
+    def note(self, question: str, answer: str) -> None:
+        """Adds a question that stands alone, and its answer; no attempt continues it."""
+        self.messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
 
     def _head(self, env) -> list[int]:
         """Returns the ids of the tools and the first question."""
@@ -53,6 +60,8 @@ class Transcript:
         saved = read_json(path)
         try:
             messages, ids = saved
+            if len(messages) < 2:  # a question and its answer
+                raise ValueError
             chat.encode(self.tokenizer, messages)
             self.tokenizer.decode(ids)
         except (TypeError, ValueError, LookupError, AttributeError):

@@ -52,7 +52,7 @@ def adopt(
     present = {token["content"]: token["id"] for token in backend["added_tokens"]}
     lacking = [marker for marker in REQUIRED if marker not in present]
     for token in tokens:
-        require(token in present, f"{source}: --tokens: {token!r} is no added token of it")
+        require(token in present, f"{source}: --tokens: {token!r} is not one of its added tokens")
         require(token not in REQUIRED, f"{source}: --tokens: {token!r} is a marker already")
     free = [present[token] for token in dict.fromkeys(tokens)]
     free += [i for i in unused_ids(tokenizer, model.config.vocab_size) if i not in free]

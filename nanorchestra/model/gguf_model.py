@@ -248,7 +248,7 @@ class GgufModel:
             scaling = llama3_scaling(factors, theta)
         require(
             scaling,
-            f"{self.path}: {_ROPE_FACTORS} of shape {list(stored.shape)} is no scaling of "
+            f"{self.path}: {_ROPE_FACTORS} of shape {list(stored.shape)} is not a scaling of "
             f"{head_dim} / 2 frequencies as Llama 3.1's",
         )
         return scaling

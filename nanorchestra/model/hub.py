@@ -192,8 +192,18 @@ def find(name: str | Path) -> Source:
         raise UserError(f"{word}: an address; give the hub id alone: {pasted[4]}")
     hub_id = HubId.parse(word)
     if hub_id is None:
-        raise UserError(f"{word or repr(word)}: no such file or directory; expected {FORMS}")
+        near = _near_paths(word)
+        raise UserError(f"{word or repr(word)}: no such file or directory{near}; expected {FORMS}")
     return _find_on_hub(hub_id)
+
+
+def _near_paths(word: str) -> str:
+    """Returns " (did you mean PATH?)" for models here that a wrong path is like, else ""."""
+    path, near = Path(word), []
+    for folder in dict.fromkeys([path.parent, Path("assets")]):
+        models = [each.name for each in sorted(folder.glob("*")) if is_model(each)]
+        near += [str(folder / name) for name in difflib.get_close_matches(path.name, models)]
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def _find_on_hub(hub_id) -> Source:
@@ -357,6 +367,7 @@ def _explained(error: Exception, hub_id: HubId) -> UserError:
     page = f"{constants.ENDPOINT}/{repo}"
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
     again = "the same command continues the download"
+    here = _near_paths(word)
 
     if isinstance(error, errors.OfflineModeIsEnabled):
         text = (
@@ -371,7 +382,7 @@ def _explained(error: Exception, hub_id: HubId) -> UserError:
         text = f"{repo} has no revision {hub_id.revision!r}{_suggestions(_near_revisions(hub_id))}"
     elif isinstance(error, errors.RepositoryNotFoundError):
         private = "" if get_token() else " (a private one needs HF_TOKEN)"
-        text = f"no such directory here, and no such model at {host}{private}"
+        text = f"no such directory here{here}, and no such model at {host}{private}"
         text += _suggestions(_near_models(repo))
     elif isinstance(error, errors.DisabledRepoError):
         text = f"{host} has disabled it; {page} may say why"
@@ -392,7 +403,7 @@ def _explained(error: Exception, hub_id: HubId) -> UserError:
         waits = sorted({constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT})
         text = f"{host} did not answer within {' or '.join(map(str, waits))} s; {again}"
     elif isinstance(error, httpx.ConnectError):
-        text = f"no such directory here, and {host} cannot be reached ({error})"
+        text = f"no such directory here{here}, and {host} cannot be reached ({error})"
         text += "; check the network, or HF_ENDPOINT"
     elif isinstance(error, httpx.TransportError):
         text = f"the connection to {host} broke ({type(error).__name__}); {again}"

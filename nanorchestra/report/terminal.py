@@ -16,6 +16,7 @@ LABELS = {"reasoning": "think", "content": "answer", "tool_call": "call"}
 STYLES = {"think": "dim", "call": "cyan", "error": "red", "answer": "bold", "cost": "dim"}
 INDENT = 9  # cells before the text of a label
 SHOWN_CHARS = 300  # of one observation
+REASON_CHARS = 100  # of why a call was refused, in the bill
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 QUIET = 0.3  # seconds without output until the spinner shows
 
@@ -105,22 +106,37 @@ class Console:
         return Text("\n").join(rows)
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun: "1 turn", "2 turns"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def bill(usd: float, seconds: float) -> str:
     """Returns a cost and a duration in words."""
     return f"${number(usd)}, {seconds:.1f} s"
 
 
 def footer(t: Trajectory, seconds: float, sampling: float) -> str:
-    """Returns what an attempt has used, by tool; `seconds` and those of sampling were measured."""
+    """Returns what an attempt has used, by tool, and what it was refused, with the last reason.
+
+    `seconds` and those of sampling were measured.
+    """
     tokens, usd, spent = sum(t.sampled), Counter(), Counter()
+    refusals, reasons = Counter(), {}
     for turn in t.turns:
         for call, result in zip(turn.calls, turn.results, strict=False):
             name = result.alias or call.name
+            if result.refused:
+                refusals[name] += 1
+                reason = result.content.removeprefix("Error: ").removeprefix(f"refused {name}: ")
+                reasons[name] = reason[:REASON_CHARS]
             usd[name] += result.cost_usd
             spent[name] += result.latency_s
-    text = f"{bill(t.cost_usd, seconds)}, {len(t.turns)} turns"
+    text = f"{bill(t.cost_usd, seconds)}, {counted(len(t.turns), 'turn')}"
     if None not in t.logprobs:  # of an endpoint, whose tokens are not these
-        text += f", {tokens} tokens at {tokens / max(sampling, 1e-9):.0f}/s"
+        text += f", {counted(tokens, 'token')} at {tokens / max(sampling, 1e-9):.0f}/s"
     for name, count in t.calls.items():
         text += f"\n{name} ({count}): {bill(usd[name], spent[name])}"
+    for name, count in refusals.items():
+        text += f"\n{name or 'no tool'} ({count} refused): {reasons[name]}"
     return text

@@ -67,7 +67,7 @@ def played_by(agent: str, rollout: Rollout, timeout_s: float) -> "AgentRollout":
     """Returns a rollout like another one, whose attempts an agent plays. UserError."""
     require(
         not rollout.rebuild,
-        "rollout.context is 'rebuild'; it must be 'session' where an agent writes the prompts",
+        "rollout.context is 'rebuild'; it must be 'append' where an agent writes the prompts",
     )
     settings = {each.name: getattr(rollout, each.name) for each in fields(Rollout)}
     return AgentRollout(**settings, agent=load_agent(agent), timeout_s=timeout_s)

@@ -145,7 +145,8 @@ class Server(uvicorn.Server):
     preference in words and as a vector. defaults: parameters where a body has none. host: where it
     listens. key: "" to serve every client. more(server, read): one more route, whose bodies
     `read` reads, and the lifespan that it needs. about: what the page says of NAME+tools, as
-    `OpenQuestions.facts` returns it.
+    `OpenQuestions.facts` returns it. needs_tools: the model knows only tasks with tools, so that a
+    chat of NAME without any is refused.
     """
 
     def __init__(
@@ -158,8 +159,10 @@ class Server(uvicorn.Server):
         key: str = "",
         more: Callable[..., tuple[Route, Any]] | None = None,
         about: Json | None = None,
+        needs_tools: bool = False,
     ):
         self.rollout, self.make_environment = rollout, make_environment
+        self.needs_tools = needs_tools
         if rollout.engine is None:
             context = rollout.limits.context_tokens
             self.limits = Limits(rollout.tokenizer.vocab_size, context, context)
@@ -277,6 +280,12 @@ class Server(uvicorn.Server):
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
         is_chat = "messages" in body
         require(is_chat or body["model"] == self.alone, f"model: {body['model']} needs {CHAT}")
+        plain = is_chat and body["model"] == self.alone and not body.get("tools")
+        require(
+            not (plain and self.needs_tools),
+            f"model: {self.alone} knows only its world's tools, and babbles without any; ask "
+            f"for {self.models[-1]}",
+        )
         self.service.check_room(count_choices(body))
         try:
             return body, self._prompts(body)

@@ -120,7 +120,9 @@ def tool_server(
 
     async def called(context, params):
         if params.name != TOOL:
-            raise MCPError(types.INVALID_PARAMS, f"{params.name[:80]!r} is no tool; {TOOL} is one")
+            raise MCPError(
+                types.INVALID_PARAMS, f"{params.name[:80]!r} is not a tool; {TOOL} is one"
+            )
         report = None
         try:
             body = _body(params.arguments or {}, sampling)
@@ -251,7 +253,7 @@ async def _serve_pipes(server, service, stdin, stdout) -> None:
                         message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                     except ValueError:
                         shown = line[:80].decode(errors="replace").strip()
-                        print(f"stdin: {shown!r} is no message of MCP", file=sys.stderr)
+                        print(f"stdin: {shown!r} is not a message of MCP", file=sys.stderr)
                     else:
                         await to_session.send(SessionMessage(message))
 

@@ -412,7 +412,7 @@ class McpConnection:
         if self.status:
             problem += f" (HTTP {self.status})"
         if self.noise:
-            problem += f"; its stdout says {self.noise!r}, which is no message"
+            problem += f"; its stdout says {self.noise!r}, which is not a message"
         if self.stderr.strip():
             problem += f"; its stderr says: {self.stderr.strip().splitlines()[-1]}"
         return problem

@@ -69,7 +69,7 @@ class Endpoint:
         """
         start = time.monotonic()
         if not self.free.acquire(timeout=self.timeout_s):
-            problem = f"{self.concurrency} calls are open, and none ended in {self.timeout_s:g} s"
+            problem = f"calls open: {self.concurrency}, and none ended in {self.timeout_s:g} s"
             error = EndpointError(problem)
             error.spent = 0, self.timeout_s
             raise error

@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -15,51 +15,15 @@ from tqdm import tqdm
 from nanorchestra import settings
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import Config
-from nanorchestra.errors import ArgumentParser, require
+from nanorchestra.errors import nearest, require
 from nanorchestra.report.run import Run
-from nanorchestra.training.costs import GPUS
-
-
-def parse(arguments: list[str], description: str | None = None) -> Namespace:
-    """Returns the options. UserError."""
-    parser = ArgumentParser(
-        prog="train.py",
-        usage="train.py [options]",
-        description=description,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    changes = ", ".join(settings.RESUMABLE)
-    add("--config", help="a TOML file, or the name of one in configs/ (default: nano)")
-    add("--resume", metavar="RUN", help=f"a run directory to continue; may change {changes}")
-    add("--dry-run", action="store_true", help="the run in small, on CPUs, in run.name-dry-run")
-    add("--plan", action="store_true", help="print memory by part and time by phase; no training")
-    add("--gpus", type=int, help="for --plan: how many GPUs (default: 1)")
-    add("--gpu", choices=GPUS, help="for --plan (default: h100)")
-    add("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
-    text = "for --plan: estimate the bill of paid calls by playing so many tasks"
-    add("--probe", type=int, metavar="TASKS", help=text)
-    settings.add_settings(parser)
-    options = parser.parse_args(arguments)
-    planned = ("gpus", "gpu", "memory", "probe")
-    planning = [name for name in planned if getattr(options, name) is not None]
-    require(options.plan or not planning, f"--{' --'.join(planning)}: only for --plan; add --plan")
-    fixed = [name for name in settings.given_settings(options) if name not in settings.RESUMABLE]
-    fixed += [name for name in ("config", "dry_run") if getattr(options, name)]
-    require(
-        not (options.resume and fixed),
-        f"--resume continues with the run's own config.toml; it cannot change {', '.join(fixed)}, "
-        f"only {changes}",
-    )
-    return options
 
 
 def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
     """Returns the config, the run's directory, and whether to continue what is in it. UserError."""
     given = settings.given_settings(options)
     if options.resume:
-        folder = Run.open(options.resume)
+        folder = Run.open(_run_named(options.resume))
         config, summary = settings.load_config(folder.path / "config.toml", given), folder.summary()
         require(
             not summary or config.grpo.steps > summary.get("steps", 0),
@@ -82,6 +46,19 @@ def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
     if again and (path / "config.toml").exists():
         return settings.load_config(path / "config.toml"), path, True
     return config, path, False
+
+
+def _run_named(word: str) -> Path:
+    """Returns the directory that `word` names: a path, or the name of a run in runs/. UserError."""
+    path, root = Path(word), Path(Config().run.root)
+    if path.exists():
+        return path
+    near = nearest(
+        word.removeprefix(f"{root}/"), [run.parent.name for run in root.glob("*/*.toml")]
+    )
+    known = (root / word).is_dir()
+    require(known, f"{word}: no such run; give its directory, or its name in {root}/{near}")
+    return root / word
 
 
 def prepare_process(config: Config) -> None:

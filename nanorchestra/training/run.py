@@ -94,9 +94,6 @@ class TrainingRun:
                     self.folder.unlock()
                     shutil.rmtree(path)
                 Run.create(path, to_toml(config))
-                print(
-                    f"writing to {path}: config.toml, metrics.jsonl, report.html, model/ and more"
-                )
             self.folder.lock()
         ranks.barrier()  # the others find the directory made
         if not ranks.first and self.resumed:
@@ -314,6 +311,11 @@ class TrainingRun:
         if self.ranks.first and not beside_weights.exists():  # of the hub, or a .gguf file
             engine.tokenizer.save(self.folder.path / "tokenizer")  # for the report
         self._unused = False
+        if not self.resumed:  # not before: a set-up that fails removes the directory
+            self.say(
+                f"writing to {self.folder.path}: config.toml, metrics.jsonl, report.html, model/ "
+                "and more"
+            )
         return self._attempts_ahead
 
     def begin_grpo(self) -> None:

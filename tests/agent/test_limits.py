@@ -48,7 +48,7 @@ def test_a_forbidden_tool_is_not_called_and_a_refused_call_earns_no_weight(nano_
     t, contents, _, _ = limited(
         nano_tokenizer, [TWO, ANSWER], limits=AttemptLimits(calls_per_turn=1)
     )
-    assert "at most 1 calls" in contents[1] and t.calls == {"echo": 1}
+    assert "calls in one turn: at most 1" in contents[1] and t.calls == {"echo": 1}
 
 
 def test_no_call_begins_that_could_cost_more_than_the_user_allows(nano_tokenizer):

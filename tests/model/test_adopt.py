@@ -80,7 +80,10 @@ def test_reserved_names_come_first_and_what_a_chat_needs_never(tmp_path):
     assert unused_ids(tokenizer, vocab + 1) == [vocab, vocab, repo_name]
     with pytest.raises(UserError, match="lacks <tool_call>, .* has 3 tokens .* --tokens"):
         adopt(model, tokenizer, source="source")
-    for token, reason in (("<no>", "no added token"), ("<|im_end|>", "a marker already")):
+    for token, reason in (
+        ("<no>", "not one of its added tokens"),
+        ("<|im_end|>", "a marker already"),
+    ):
         with pytest.raises(UserError, match=f"--tokens: '{token}' is {reason}".replace("|", r"\|")):
             adopt(model, tokenizer, [token])
 

@@ -202,7 +202,7 @@ def test_factors_that_are_no_scaling_of_llama3_are_refused(tmp_path):
     for factors in (rng.uniform(1, 8, 32), np.ones(31), np.full(32, np.nan), np.zeros(32)):
         tensors = {"rope_freqs.weight": factors.astype(np.float32)}
         path = write_gguf(tmp_path / "model.gguf", a_model(), tensors=tensors)
-        with pytest.raises(UserError, match="rope_freqs.weight of shape .* is no scaling of"):
+        with pytest.raises(UserError, match="rope_freqs.weight of shape .* is not a scaling of"):
             load_model(path)
     tensors = {"rope_freqs.weight": np.ones(32, np.float32)}
     path = write_gguf(tmp_path / "model.gguf", a_model(), tensors=tensors)

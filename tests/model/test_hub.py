@@ -28,8 +28,9 @@ from nanorchestra.model.hub import HubId, find, local_model
 from nanorchestra.settings import load_config
 from nanorchestra.tools.corpus import build_index
 from nanorchestra.training.build import fetch_policy
-from nanorchestra.training.command import choose_run, parse
+from nanorchestra.training.command import choose_run
 from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.options import parse
 from nanorchestra.training.plan import plan
 from tests.fake_hub import FakeHub
 from worlds import policies
@@ -81,6 +82,11 @@ def test_what_exists_is_taken_as_it_is(hub, tmp_path):
     assert "notes.txt: a file of another kind; expected a directory" in line(find, "notes.txt")
     for word in ("", "Qwen3-8B", "./models/Qwen3-8B", "runs/a/model", "models/x.gguf", "a/../b"):
         assert "no such file or directory; expected a directory" in line(find, word)
+    (tmp_path / "assets" / "nano").mkdir(parents=True)
+    (tmp_path / "assets" / "nano" / "config.json").write_text("{}")
+    for word in ("nano", "./assets/nanoo"):
+        found = "no such file or directory (did you mean assets/nano?); expected"
+        assert found in line(find, word)
     address = line(find, f"https://huggingface.co/{REPO}/tree/main")
     assert address.endswith(f"give the hub id alone: {REPO}")
     assert not hub.requests

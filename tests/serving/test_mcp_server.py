@@ -195,7 +195,7 @@ def test_limits_hold_and_an_unknown_tool_is_refused(pipes):
     with pytest.raises(ExceptionGroup) as error:
         pipes.ask({}, tool="nope")
     (problem,) = error.value.exceptions
-    assert isinstance(problem, MCPError) and "'nope' is no tool; ask is one" in str(problem)
+    assert isinstance(problem, MCPError) and "'nope' is not a tool; ask is one" in str(problem)
 
 
 def test_calls_run_side_by_side_and_a_cancelled_one_ends(pipes):
@@ -273,7 +273,7 @@ def test_the_process_ends_while_a_call_runs(tmp_path, how, status):
     assert time.monotonic() - start < 10
     rest = [json.loads(line) for line in out.splitlines()]
     assert "result" not in rest[-1] and rest[-1].get("error", {}).get("message")
-    assert "stdin: 'hello' is no message of MCP" in errors and "cancelled" in errors
+    assert "stdin: 'hello' is not a message of MCP" in errors and "cancelled" in errors
     assert "Traceback" not in errors
     assert ("interrupted" in errors) == (status == 130)
 

@@ -424,9 +424,11 @@ def test_sigterm_ends_the_command_with_status_0():
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     place = process.stdout.readline().split(" at ")[1].split("/v1")[0]
-    with httpx.stream(
-        "POST", place + CHAT, json=chat_body("2+2", stream=True, max_tokens=50)
-    ) as answer:
+    alone = httpx.post(place + CHAT, json=chat_body("2+2"))
+    assert alone.status_code == 400, "nano knows only the miniature's tools"
+    assert alone.json()["error"]["message"].endswith("without any; ask for nano+tools")
+    body = chat_body("47 + 36", stream=True, model="nano+tools")
+    with httpx.stream("POST", place + CHAT, json=body) as answer:
         process.send_signal(signal.SIGTERM)
         assert events(answer)
     assert process.wait(30) == 0

@@ -339,7 +339,7 @@ def test_an_expert_waits_for_a_place_only_so_long_and_says_how_long():
         assert 0.4 <= late.latency_s < 0.55, "the wait and the call together have the time-out"
         with busy.free:
             refused = expert.ask("hi", "m")
-    assert "1 calls are open, and none ended in 0.4 s" in refused.content
+    assert "calls open: 1, and none ended in 0.4 s" in refused.content
     assert refused.infrastructure and refused.latency_s == 0.4 and len(server.bodies) == 2
 
 

@@ -235,8 +235,8 @@ def test_a_new_domain_is_one_file_and_a_bad_one_is_named(tmp_path):
         (lambda b: b["refs"]["bookings"]["by"].append("it | count("), "no domain can be made"),
         (lambda b: b["wishes"]["refund"].update(ask=[]), "'ask' was unexpected"),
         (lambda b: b.pop("tools"), "'tools' is a required property"),
-        (lambda b: b["tables"]["trains"]["fields"].update(kind=["colour"]), "no kind of draw"),
-        (lambda b: b["tools"]["show_train"].update(program=["import os"]), "is no step"),
+        (lambda b: b["tables"]["trains"]["fields"].update(kind=["colour"]), "not a kind of draw"),
+        (lambda b: b["tools"]["show_train"].update(program=["import os"]), "is not a step"),
         (lambda b: b["tools"]["show_train"].update(program=["1 < 2 < 1"]), "1 < 2 < 1 has no mean"),
         (lambda b: b["tools"]["show_train"].update(program=["a = b = 1"]), "a = b = 1 has no mean"),
         (lambda b: train(b, ["title", ["a", "b"]]), "no words are left"),
@@ -262,7 +262,7 @@ def test_a_world_is_written_and_read_back_and_a_broken_one_refused(tmp_path):
     assert Domain.load(tmp_path / "bank") == domain
     db, tools = tmp_path / "bank" / "db.json", tmp_path / "bank" / "tools.json"
     tools.write_text(json.dumps([domain.tools[0] | {"program": ["exec('1')"]}]))
-    with pytest.raises(UserError, match=r"tools.json: .* is no step \(exec"):
+    with pytest.raises(UserError, match=r"tools.json: .* is not a step \(exec"):
         Domain.load(tmp_path / "bank")
     tools.unlink()
     db.write_text(db.read_text()[:-20])

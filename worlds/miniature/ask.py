@@ -25,7 +25,7 @@ from worlds.miniature.tables import (
     TRAIN,
 )
 from worlds.miniature.world import make_task
-from worlds.wording import WEIGHED, bans_in, weights_in
+from worlds.wording import WEIGHED, bans_in, unknown_ban, weights_in
 
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
 EXAMPLES: list[str] = _DATA["examples"]
@@ -78,6 +78,9 @@ def as_preference(text: str, vector: Json, offers: Collection[Offer]) -> Prefere
         "favour one",
     )
     forbidden = [*given.never, *given.avoided, *bans_in(text, bans)]
+    unknown = unknown_ban(text, bans)
+    known = ", ".join(map(title, LINE_UP))
+    require(not unknown, f"preference: there is no {unknown[:60]!r} to ban; there are {known}")
     stated = weights_in(text)
     if WEIGHED & {*vector}:
         stated = given.outcome, given.cost, given.latency

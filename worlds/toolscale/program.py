@@ -116,7 +116,7 @@ def parse(text: str) -> Any:
         elif isinstance(part, ast.Assign):
             known = len(part.targets) == 1
         if not known or not isinstance(step, STEPS):
-            raise ValueError(f"{text!r} is no step ({ast.unparse(part)} has no meaning here)")
+            raise ValueError(f"{text!r} is not a step ({ast.unparse(part)} has no meaning here)")
     return step
 
 
@@ -133,17 +133,17 @@ def parse_call(text: str) -> tuple[str, tuple[str, ...]]:
 def _tree(text) -> ast.stmt:
     """Returns the syntax tree of one statement within the bounds. Raises ValueError."""
     if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"{text[:60]!r}... is no step (more than {MOST_CHARACTERS} characters)")
+        raise ValueError(f"{text[:60]!r}... is not a step (more than {MOST_CHARACTERS} characters)")
     try:
         (step,) = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ValueError(f"{text!r} is no step ({error})") from None
+        raise ValueError(f"{text!r} is not a step ({error})") from None
     level, depth = [step], 0
     while level:
         level = [inner for part in level for inner in ast.iter_child_nodes(part)]
         depth += 1
     if depth > MOST_DEPTH:
-        raise ValueError(f"{text[:60]!r}... is no step (deeper than {MOST_DEPTH})")
+        raise ValueError(f"{text[:60]!r}... is not a step (deeper than {MOST_DEPTH})")
     return step
 
 

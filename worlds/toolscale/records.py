@@ -59,7 +59,7 @@ class ColumnDraws:
         """Draws a value, or a record of them."""
         if isinstance(how, dict):
             return {field: self.value(each) for field, each in how.items()}
-        require(how[0] in KINDS, f"{how[0]!r} is no kind of draw: {', '.join(KINDS)}")
+        require(how[0] in KINDS, f"{how[0]!r} is not a kind of draw: {', '.join(KINDS)}")
         return getattr(self, how[0])(*how[1:])
 
     def enum(self, values: Any) -> Any:
