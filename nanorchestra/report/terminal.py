@@ -126,10 +126,10 @@ def footer(t: Trajectory, seconds: float, sampling: float) -> str:
     for turn in t.turns:
         for call, result in zip(turn.calls, turn.results, strict=False):
             name = result.alias or call.name
-            if result.refused:
+            limit = f"Error: refused {name}: "
+            if result.content.startswith(limit):  # by a limit or a ban of the user
                 refusals[name] += 1
-                reason = result.content.removeprefix("Error: ").removeprefix(f"refused {name}: ")
-                reasons[name] = reason[:REASON_CHARS]
+                reasons[name] = result.content.removeprefix(limit)[:REASON_CHARS]
             usd[name] += result.cost_usd
             spent[name] += result.latency_s
     text = f"{bill(t.cost_usd, seconds)}, {counted(len(t.turns), 'turn')}"
@@ -138,5 +138,5 @@ def footer(t: Trajectory, seconds: float, sampling: float) -> str:
     for name, count in t.calls.items():
         text += f"\n{name} ({count}): {bill(usd[name], spent[name])}"
     for name, count in refusals.items():
-        text += f"\n{name or 'no tool'} ({count} refused): {reasons[name]}"
+        text += f"\n{name} ({count} refused): {reasons[name]}"
     return text
