@@ -351,10 +351,10 @@ def show(worlds: dict[str, Json]) -> None:
         ours, *others = summaries
         if not others:
             continue
-        rows = [[f"{label(ours)} earns more than", "reward [95% interval]"]]
+        rows = [[f"{label(ours)}, minus", "reward [95% interval]"]]
         for name in others:
             reward = summaries[name]["behind"].get("reward")
-            rows.append([label(name), _difference_text(reward) if reward else "-"])
+            rows.append([label(name), _difference_text(reward, "+.3f") if reward else "-"])
         print("\n".join(["", *aligned(rows), ""]))
 
 
@@ -396,10 +396,10 @@ def _read_run(path: Path) -> tuple[dict[str, metrics.Pairs], set[str]]:
     return played, unpriced
 
 
-def _difference_text(difference: metrics.Difference) -> str:
+def _difference_text(difference: metrics.Difference, form: str = "+.3g") -> str:
     """Returns a mean with its interval and p."""
     mean, low, high, p = difference
-    return f"{mean:+.3g} [{low:+.3g}, {high:+.3g}] p={p:.2g}"
+    return f"{mean:{form}} [{low:{form}}, {high:{form}}] p={p:.2g}"
 
 
 if __name__ == "__main__":

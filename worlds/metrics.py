@@ -332,7 +332,7 @@ def _tallies(pairs: Pairs) -> Json:
     """Returns calls, US dollars and seconds per attempt by what is behind the name, and verdicts.
 
     The policy's own tokens and seconds are those of "policy". Of calls that run side by side the
-    slowest counts.
+    slowest counts; the seconds that it waited for an endpoint or a worker are those of "waiting".
     """
     calls, usd, seconds = Counter(), Counter(), Counter()
     for task, attempt in pairs:
@@ -347,10 +347,12 @@ def _tallies(pairs: Pairs) -> Json:
                 behind = task.offers.get(result.alias or call.name, "unknown")
                 usd[behind] += result.cost_usd
                 own_usd -= result.cost_usd
-                made.append((result.latency_s, behind))
+                made.append((result.latency_s, behind, min(result.waited_s, result.latency_s)))
             if made:
-                slowest_s, behind = max(made)
-                seconds[behind] += slowest_s
+                slowest_s, behind, waited_s = max(made)
+                seconds[behind] += slowest_s - waited_s
+                if waited_s:
+                    seconds["waiting"] += waited_s
                 own_seconds -= slowest_s
         usd["policy"] += own_usd
         seconds["policy"] += own_seconds

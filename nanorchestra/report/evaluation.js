@@ -2,8 +2,10 @@
 // An evaluation in the layout of the paper's Table 1.
 function drawSummary(parent, worlds) {
   if (summary.partial) add(parent, "p", `Partial: ${summary.partial}`, "partial");
-  section(parent, "Summary", titles.notes.summary);
   const names = [...new Set(worlds.flatMap(([, policies]) => Object.keys(policies)))];
+  const tasks = worlds.map(([world, policies]) => `${Math.max(...Object.values(policies).map(scores => scores.tasks))} tasks of ${world}`);
+  add(parent, "p", `${names.length} policies at the same held-out tasks: ${tasks.join(", ")}.`, "note");
+  section(parent, "Summary", titles.notes.summary);
   const mean = (name, key) => {
     const known = worlds.map(([, policies]) => policies[name]).filter(Boolean);
     if (known.some(scores => absent(scores[key]))) return null;  // a model without a price

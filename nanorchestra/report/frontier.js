@@ -1,6 +1,7 @@
 // Draws right answers against cost, and against allowed turns where a policy was played with several.
 const SVG = "http://www.w3.org/2000/svg";
 const SHAPES = ["M-4,-4h8v8h-8z", "M0,-5L5,4H-5z", "M0,5L5,-4H-5z", "M0,-5.5L5.5,0L0,5.5L-5.5,0z"];
+const OTHERS = [1, 2, 3, 4, 5, 7, 8, 9, 10, 11];  // colours of all but the first two
 const DOT = "M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0z";
 
 function draw(parent, tag, attributes, text) {
@@ -12,9 +13,9 @@ function draw(parent, tag, attributes, text) {
 
 const headed = (world, text) => (world ? `${world}: ${text}` : text[0].toUpperCase() + text.slice(1));
 
-// Round numbers from `low` to `high`, five or so.
+// Round numbers from `low` to `high`, seven or fewer.
 function ticks(low, high) {
-  const rough = (high - low || 1) / 5, power = 10 ** Math.floor(Math.log10(rough));
+  const rough = (high - low || 1) / 7, power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find(factor => factor * power >= rough);
   const found = [];
   for (let n = Math.ceil(low / step - 1e-9); n * step <= high * (1 + 1e-9); n++) found.push(Number((n * step).toPrecision(6)));
@@ -37,7 +38,7 @@ function drawFrontier(parent, names, policies, title, axis, at) {
     const [left, right] = ends ? ends.map(end => factor * end) : [value, value];
     const [low, high] = ((scores.intervals || {}).accuracy || [scores.accuracy, scores.accuracy]).map(end => 100 * end);
     return { name, x: value, y: 100 * scores.accuracy, left, right, low, high, own,
-             shape: own ? DOT : SHAPES[rank % SHAPES.length], shade: `var(--c${own ? [0, 6][rank] : 1 + ((rank - 2) % 5)})` };
+             shape: own ? DOT : SHAPES[rank % SHAPES.length], shade: `var(--c${own ? [0, 6][rank] : OTHERS[(rank - 2) % OTHERS.length]})` };
   });
   section(parent, title, "Whiskers: 95% intervals. Dashed: nothing to the left is right as often.");
   const box = add(parent, "div", undefined, "frontier"), figure = add(box, "div"), list = add(box, "ul");

@@ -110,7 +110,7 @@ function drawChart(parent, title, { lines, bands, steps }, phase) {
     scales: { x: { time: false } },
     axes: [step, height],
     cursor: { sync: { key: phase }, points: { size: 6 } },
-    legend: { markers: { width: 2 } },
+    legend: { markers: { width: 0, fill: (u, i) => colour(lines[i - 1].shade) } },
     hooks: { setLegend: [u => { if (u.legend.idx === null || u.legend.idx === undefined) u.setLegend({ idx: last }); }] },
     bands: bands.map(({ series, shade }) => ({ series, fill: () => colour(shade) + "26" })),
     series: [{ label: "step" }, ...lines.map(({ label: named, shade, kind }) => ({
@@ -195,4 +195,4 @@ drawFrontiers(document.getElementById("frontier"), { ...(after && { after }), ..
 try { other = JSON.parse(sessionStorage.getItem(location.pathname)); } catch { other = null; }
 drawCurves(document.getElementById("curves"));
 new ResizeObserver(() => charts.forEach(([figure, chart]) => { if (figure.clientWidth !== chart.width) fit(figure, chart); })).observe(document.body);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(([, chart]) => chart.redraw()));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves(document.getElementById("curves")));

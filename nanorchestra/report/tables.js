@@ -59,7 +59,7 @@ function heat(parent, note, rows) {
   const most = Math.max(...rows.flatMap(([, values]) => Object.values(values)));
   add(parent, "p", note, "note");
   const made = table(parent, ["", ...columns],
-    rows.map(([name, values]) => [name, ...columns.map(column => (values[column] || 0).toFixed(2))]));
+    rows.map(([name, values]) => [name, ...columns.map(column => (values[column] || 0).toFixed(2).replace("-0.00", "0.00"))]));
   rows.forEach(([, values], i) => columns.forEach((column, k) => {
     const share = most > 0 ? (0.6 * (values[column] || 0)) / most : 0;
     made.children[i + 1].children[k + 1].style.background = `rgba(31, 99, 196, ${share})`;
