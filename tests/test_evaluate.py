@@ -81,8 +81,11 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypa
     out, err = capsys.readouterr()
     assert "turns': 1" in err and "generation_config.json" in err and "perfect play" in out
     whole = records("evaluation")
-    assert sorted(name for name in whole if name.endswith("jsonl"))[-1] == "00017.jsonl"
-    for name in ("00003.jsonl", "00004.jsonl", "00016.jsonl", "report.html"):
+    files = sorted(name for name in whole if name.endswith("jsonl"))
+    assert files[0] == "00-miniature-mine-model-turns=1-turn_tokens=8-0000.jsonl"
+    assert len(files) == 18 and files[-1] == "02-miniature-perfect-0005.jsonl"
+    assert all(len(line) <= 80 for line in out.splitlines())
+    for name in (files[3], files[4], files[16], "report.html"):
         Path("runs/evaluation", name).unlink()
     assert evaluate.main(command) == 0 and records("evaluation") == whole
     monkeypatch.setattr(evaluate, "play_block", None)  # nothing is left to play

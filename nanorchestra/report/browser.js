@@ -3,7 +3,7 @@ const tint = value => `rgba(${value > 0 ? "31,150,80" : "220,60,50"},${Math.min(
 const shown = (value, places) => (absent(value) ? "-" : value.toFixed(places));
 const HEADS = ["", "reward", "right", "cost, m$", "latency, s", "calls", "advantage", "what went wrong", "answer"];
 const spread = ({ attempts }, key) => Math.max(...attempts.map(one => one[key])) - Math.min(...attempts.map(one => one[key]));
-const gain = ({ attempts: [before, after] }) => (after ? after.reward - before.reward : 0);
+const gain = ({ phase, attempts: [before, after] }) => (phase === "held out" && after ? after.reward - before.reward : 0);
 
 // What a group is filtered by: a title, and the answers by name. A group is shown if all chosen answers fit.
 const KINDS = {
