@@ -30,7 +30,7 @@ UPLOT = HERE / "uplot"  # a library for curves, as its authors ship it
 RUN_SCRIPTS = ("tables.js", "frontier.js", "uplot/uPlot.iife.min.js", "run.js", "browser.js")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 TAIL_BYTES = 64 << 20  # of trajectories.jsonl, so that a long run's report is not slower
-SHOWN_IDS = 600_000  # of GRPO groups, and as many of held-out tasks: a few megabytes in the page
+SHOWN_BYTES = 8 << 20  # of GRPO groups in the page, and as many of held-out tasks
 SHOWN_STEPS = 2000
 COLUMNS = ("reward", "outcome", "cost_usd", "latency_s", "advantage", "status", "answer", "calls")
 
@@ -47,8 +47,9 @@ def write_report(run_path: str | Path) -> None:
     )
     held_out = held_out_scores(summary)
     seconds = summary.get("seconds") or sum(row.get("seconds") or 0.0 for row in rows)
+    parameters = summary.get("parameters")
     facts = {
-        "parameters": f"{summary['parameters'] / 1e6:,.2f} million" if summary else "",
+        "parameters": f"{parameters / 1e6:,.2f} million" if parameters else "",
         "warm-start steps": str(len(warm) or ""),
         "GRPO steps": str(len(grpo)),
         "held-out tasks": str(summary.get("held_out", {}).get("tasks") or ""),
@@ -101,7 +102,7 @@ def browser(rows: Iterable[Json], piece: Callable[[int], str]) -> Json:
     """Return what the page shows id by id of rows of trajectories.jsonl; piece(id) is an id's text.
 
     A GRPO group is the attempts at a task in a step; the attempts at a held-out task, before and
-    after the training, are a group too. Both kinds are evenly spaced to SHOWN_IDS ids. `count` is
+    after the training, are a group too. Both kinds are evenly spaced to SHOWN_BYTES. `count` is
     how many groups there were.
     """
     grpo: dict[tuple[int, str], list[Json]] = {}
@@ -127,9 +128,14 @@ def browser(rows: Iterable[Json], piece: Callable[[int], str]) -> Json:
 
 
 def _spaced(groups):
-    """Return every n-th group and the last one, so that they have at most SHOWN_IDS ids or so."""
-    every = -(-sum(len(row["ids"]) for group in groups for row in group) // SHOWN_IDS)
+    """Return every n-th group and the last one, so that they have at most SHOWN_BYTES or so."""
+    every = -(-sum(_size(row) for group in groups for row in group) // SHOWN_BYTES)
     return groups[::-1][:: max(1, every)][::-1]
+
+
+def _size(row):
+    """Return about how many bytes of the page an attempt takes."""
+    return 7 * len(row["ids"]) + 18 * sum(row["sampled"]) + 300 * (1 + len(row["turns"]))
 
 
 def _group(rows):
@@ -193,10 +199,10 @@ def _failures(row):
 
 def _recorded(run) -> Iterator[Json]:
     """Yield rows of trajectories.jsonl: of held-out tasks before GRPO, and of the last bytes."""
-    ids = 0
+    size = 0
     for row in takewhile(lambda row: row["phase"] == "before", run.rows("trajectories")):
-        ids += len(row["ids"])
-        if ids > SHOWN_IDS:
+        size += _size(row)
+        if size > SHOWN_BYTES:
             break
         yield row
     for row in run.rows("trajectories", TAIL_BYTES):

@@ -72,7 +72,7 @@ def test_a_task_before_and_after_training_is_one_group_and_many_are_thinned(monk
     every = browser(rows, str)
     assert every["count"] == len(every["groups"]) == 17
     assert [one["side"] for one in every["groups"][-1]["attempts"]] == ["before", "after"]
-    monkeypatch.setattr(report_page, "SHOWN_IDS", 40)
+    monkeypatch.setattr(report_page, "SHOWN_BYTES", 2000)
     fewer = browser(rows, str)
     names = [group["task_id"] for group in fewer["groups"]]
     assert names == ["g4", "g8", "t0", "t4", "t8"] and fewer["count"] == 17

@@ -80,18 +80,14 @@ def test_another_run_is_laid_over_the_curves_and_stays_when_the_page_reloads(run
     for step in range(1, 61):
         other.append("metrics", {"phase": "grpo", "step": step, "turns": 3.0})
     page = opened(run.path)
-    for name in ("two/metrics.jsonl", "one/report.html"):
+    for name, shown in (("two/metrics.jsonl", "metrics.jsonl"), ("one/report.html", "one")):
         page.set_input_files("input[type=file]", tmp_path / name)
-        page.wait_for_selector("strong >> text=dashed")
+        page.wait_for_selector(f"strong >> text='dashed: {shown}'")
         page.reload()
-        legend = page.locator("figure", has_text="Turns per trajectory").locator(".other")
-        assert (
-            "metrics.jsonl" in legend.inner_text()
-            if "two" in name
-            else "one" in legend.inner_text()
-        )
+        legend = page.locator("figure", has_text="Turns per trajectory").locator("tr.other")
+        assert f"mean, {shown}" in legend.inner_text()
     page.get_by_text("remove").click()
-    assert page.locator(".other").count() == 0
+    assert page.locator("tr.other").count() == 0
     page.set_input_files("input[type=file]", run.path / "config.toml")
     page.wait_for_selector("strong >> text=config.toml has no rows of metrics")
 
@@ -101,10 +97,10 @@ def test_the_report_loads_nothing_and_runs_nothing(run, opened):
     evil = '<script>alert(1)</script><img src="http://evil.example/x.png" onerror="alert(2)">'
     names = dict.fromkeys(("answer", "task_id", "status"), evil)
     for step in (1, 2):
+        tool = "<img src=x onerror=alert(3)>"  # without a slash, so it is a label as it is
         run.append("trajectories", row(question=evil, **names, calls={evil: 1}))
-        run.append(
-            "metrics", SCORES | {"phase": "grpo", "step": step, "calls": {evil: step, "b": 1}}
-        )
+        calls = {evil: step, tool: 1}
+        run.append("metrics", SCORES | {"phase": "grpo", "step": step, "calls": calls})
     html = report(run)
     assert evil not in html and "default-src 'none'" in html
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", html, flags=re.DOTALL)
@@ -112,7 +108,8 @@ def test_the_report_loads_nothing_and_runs_nothing(run, opened):
     assert [body for attributes, body in scripts if not attributes] == known
     assert data_of(html)["browser"]["groups"][0]["question"] == evil
     page = opened(run.path)
-    assert page.locator("img, link, iframe, a").count() == 0 and page.inner_text("body").count(evil)
+    assert page.locator("img, link, iframe, a").count() == 0 and evil in page.inner_text("body")
+    assert tool in page.locator(".tools .u-legend").first.inner_text()
 
 
 def test_two_thousand_attempts_make_a_page_of_less_than_twenty_megabytes(run):
