@@ -348,10 +348,10 @@ def show(worlds: dict[str, Json]) -> None:
     for world, summaries in worlds.items():
         tasks = max(summary["tasks"] for summary in summaries.values())
         print(table(summaries, f"{world}, {tasks} tasks"))
-        ours, *others = summaries
+        _, *others = summaries
         if not others:
             continue
-        rows = [[f"{label(ours)}, minus", "reward [95% interval]"]]
+        rows = [["reward of the first, minus that of", "mean [95% interval]"]]
         for name in others:
             reward = summaries[name]["behind"].get("reward")
             rows.append([label(name), _difference_text(reward, "+.3f") if reward else "-"])

@@ -89,9 +89,9 @@ function chartLines(rows, patterns, factor) {
     }
     if (one.steps.length > 9) place({ label: "", shade, kind: "raw" }, one, one.values);
     place({ label: named, shade, kind: "mean" }, one, smooth(one.values));
-    if (theirs[key]) place({ label: `${named}, ${other.name}`, shade, kind: "other" }, theirs[key], smooth(theirs[key].values));
+    if (theirs[key]) place({ label: `\u254c ${keys.length > 1 ? named : other.name}`, shade, kind: "other" }, theirs[key], smooth(theirs[key].values));
   });
-  const steps = [...new Set(lines.flatMap(({ points }) => [...points.keys()]))].sort((a, b) => a - b);
+  const steps = [...new Set([...rows.map(({ step }) => step), ...lines.flatMap(({ points }) => [...points.keys()])])].sort((a, b) => a - b);
   return { lines, bands, steps };
 }
 
