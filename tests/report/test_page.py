@@ -112,15 +112,6 @@ def test_the_report_loads_nothing_and_runs_nothing(run, opened):
     assert tool in page.locator(".tools .u-legend").first.inner_text()
 
 
-def test_two_thousand_attempts_make_a_page_of_less_than_twenty_megabytes(run):
-    shared = row(ids=700, prompt_length=350)
-    for number in range(2000):
-        phase = "grpo" if number < 1000 else ("before", "after")[number % 2]
-        run.append("trajectories", shared | {"phase": phase, "task_id": f"t{number // 8}"})
-    assert len(report(run)) < 20e6
-    assert data_of((run.path / "report.html").read_text())["browser"]["count"] == 250
-
-
 def test_the_mismatch_of_sampler_and_trainer_and_the_reward_trained_on_are_curves():
     """The panels name keys of a metrics row; a key that is not there gives an empty panel."""
     shown = {
