@@ -175,7 +175,8 @@ def table(policies: dict[str, Json], heading: str = "on held-out tasks") -> str:
     for name, scores in policies.items():
         if scores.get("failed"):
             failed = f"{scores['failed']} of {scores['attempts']} attempts"
-            lines.append(f"{label(name)}: {failed} failed, and are in no mean: {scores['failure']}")
+            reason = " ".join(scores["failure"].split())
+            lines.append(f"{label(name)}: {failed} failed, and are in no mean: {reason}")
     return "\n".join(lines)
 
 
