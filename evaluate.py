@@ -24,6 +24,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import subprocess
 from collections import defaultdict
 from pathlib import Path
@@ -40,7 +41,7 @@ from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import read_json_lines, read_text, refuse_links, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.comparison import recorded_attempts, write_comparison
-from nanorchestra.report.run import Run, label, table
+from nanorchestra.report.run import Run, aligned, label, table
 from nanorchestra.schemas import Json
 from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
@@ -65,6 +66,8 @@ OURS = (
 )  # options that it does not know
 TRIAL = 7919  # between the seeds of two trials
 TASK = 1_000_003  # between the seeds of two evaluations' attempts
+KINDS_OF = 2  # policies of which what is right is told by kind of task; summary.json has all
+MOST_LABEL = 40  # characters of a policy's name, in a progress bar and the name of a file
 FAILING = 4  # more than one attempt in so many that the infrastructure fails ends an evaluation
 FREE = ("run", "max_usd")  # options that do not change what is measured
 NO_PRICE = (
@@ -133,32 +136,40 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
     own_reward = load_reward(options.reward, next(iter(tasks.values()))[0])
     run = open_run(options, policies)
 
+    sides = []  # who plays where
+    for world_name in worlds:
+        for policy in policies:
+            if policy.kind != "router" or policy.base in routers[world_name]:
+                sides.append((world_name, policy))
+    count = sum(len(tasks[world_name]) for world_name, _ in sides) * options.trials
+    bar = tqdm(total=count, unit="attempt", dynamic_ncols=True, disable=None)  # on a terminal only
+
     played: dict[str, dict[str, metrics.Pairs]] = defaultdict(dict)  # by world and policy
     problem = ""
-    files = 0
     try:
-        for world_name, world in worlds.items():
-            for policy in policies:
-                if policy.kind == "router" and policy.base not in routers[world_name]:
-                    continue
-                player = routers[world_name].get(policy.base)  # a model is loaded when needed
-                starts = range(0, len(tasks[world_name]), options.parallel)
-                blocks = [(trial, start) for trial in range(options.trials) for start in starts]
-                for trial, start in tqdm(blocks, desc=policy.text, unit="block"):
-                    file = run.path / f"{files:05}.jsonl"
-                    files += 1
-                    if not file.exists():
-                        player = player or policy.load(spending, options.parallel)
-                        block = tasks[world_name][start : start + options.parallel]
-                        seed = options.seed + TRIAL * trial
-                        attempts = play_block(player, policy, world, block, seed, start, own_reward)
-                        check_block(policy, attempts, spending)
-                        record_block(file, policy, block, attempts, trial)
-                    rows = [row for _, row in read_json_lines(file)]
-                    pairs = played[world_name].setdefault(policy.text, [])
-                    pairs += [from_row(row) for row in rows]
+        for number, (world_name, policy) in enumerate(sides):
+            player = routers[world_name].get(policy.base)  # a model is loaded when needed
+            starts = range(0, len(tasks[world_name]), options.parallel)
+            blocks = [(trial, start) for trial in range(options.trials) for start in starts]
+            bar.set_description(label(policy.text)[-MOST_LABEL:])
+            for place, (trial, start) in enumerate(blocks):
+                file = run.path / file_name(number, world_name, policy, place)
+                if not file.exists():
+                    player = player or policy.load(spending, options.parallel)
+                    block = tasks[world_name][start : start + options.parallel]
+                    seed = options.seed + TRIAL * trial
+                    world = worlds[world_name]
+                    attempts = play_block(player, policy, world, block, seed, start, own_reward)
+                    check_block(policy, attempts, spending)
+                    record_block(file, policy, block, attempts, trial)
+                rows = [row for _, row in read_json_lines(file)]
+                pairs = played[world_name].setdefault(policy.text, [])
+                pairs += [from_row(row) for row in rows]
+                bar.update(len(rows))
     except UserError as error:
         problem = f"{error}. {run.path} has what was measured; the same command goes on"
+    finally:
+        bar.close()
 
     unpriced = [policy.text for policy in policies if not policy.priced]
     summaries = {name: metrics.compare(pairs, unpriced) for name, pairs in played.items()}
@@ -298,6 +309,14 @@ def open_run(options: argparse.Namespace, policies: list[Policy]) -> Run:
 # One block of attempts.
 
 
+def file_name(number: int, world: str, policy: Policy, place: int) -> str:
+    """Returns the name of a block's file: in the order of playing, and named by the policy."""
+    parts = [
+        re.sub(r"[^\w.=-]+", "-", text).strip("-.")[-MOST_LABEL:] for text in (world, policy.text)
+    ]
+    return f"{number:02}-{parts[0]}-{parts[1]}-{place:04}.jsonl"
+
+
 def play_block(
     player: Player,
     policy: Policy,
@@ -354,25 +373,26 @@ def record_block(
 
 
 def show(worlds: dict[str, Json]) -> None:
-    """Prints the tables, what failed, and by how much the first policy leads."""
+    """Prints the scores, what failed, and by how much the first policy earns more than others."""
     for world, summaries in worlds.items():
-        print(f"{world}\n{table(summaries)}")
-        for name, summary in summaries.items():
-            if summary["failed"]:
-                print(
-                    f"{label(name)}: the infrastructure failed {summary['failed']} of "
-                    f"{summary['attempts']} attempts, which count nowhere; the first: "
-                    f"{' '.join(summary['failure'].split())}"
-                )
-        for name, summary in summaries.items():
-            by_kind = summary["right_by_kind"]
-            if len(by_kind) > 1:
-                parts = (f"{kind} {_share_text(share)}" for kind, share in by_kind.items())
-                print(f"{label(name)}, right by kind: {'; '.join(parts)}")
-        ours, *others = summaries
+        tasks = max(summary["tasks"] for summary in summaries.values())
+        print(table(summaries, f"{world}, {tasks} tasks"))
+        kinds = next(iter(summaries.values()))["right_by_kind"]
+        if len(kinds) > 1:
+            told = list(summaries)[:KINDS_OF]
+            rows = [["right by kind, %", "tasks", *(label(name)[:26] for name in told)]]
+            for kind, first in kinds.items():
+                shares = (summaries[name]["right_by_kind"].get(kind) for name in told)
+                rows.append([kind, str(first["tasks"]), *map(_share_text, shares)])
+            print("\n".join(["", *aligned(rows)]))
+        _, *others = summaries
+        if not others:
+            continue
+        rows = [["reward of the first, minus that of", "mean [95% interval]"]]
         for name in others:
-            text = _differences_text(summaries[name]["behind"])
-            print(f"{label(ours)} minus {label(name)}: {text}")
+            reward = summaries[name]["behind"].get("reward")
+            rows.append([label(name), _difference_text(reward, "+.3f") if reward else "-"])
+        print("\n".join(["", *aligned(rows), ""]))
 
 
 def compare_runs(arguments: list[str]) -> None:
@@ -394,8 +414,9 @@ def compare_runs(arguments: list[str]) -> None:
         differences = metrics.differences(ours[name], shared)
         if name in our_unpriced or other in their_unpriced:
             differences.pop("cost_usd", None)
-        text = _differences_text(differences)
-        print(f"{name} minus {other} on the {len(shared)} attempts at the same tasks: {text}")
+        print(f"{name} minus {other} on the {len(shared)} attempts at the same tasks:")
+        rows = [[f"  {key}", _difference_text(found)] for key, found in differences.items()]
+        print("\n".join(aligned(rows)))
 
 
 def _read_run(path: Path) -> tuple[dict[str, metrics.Pairs], set[str]]:
@@ -412,18 +433,18 @@ def _read_run(path: Path) -> tuple[dict[str, metrics.Pairs], set[str]]:
     return played, unpriced
 
 
-def _share_text(share) -> str:
-    """Returns a share of tasks with its interval, in percent."""
+def _share_text(share: Json | None) -> str:
+    """Returns a share of tasks with its interval, in percent; "-" for none."""
+    if not share:
+        return "-"
     right, low, high = (round(100 * share[name]) for name in ("right", "low", "high"))
-    return f"{right}% [{low}, {high}] of {share['tasks']}"
+    return f"{right} [{low}, {high}]"
 
 
-def _differences_text(differences: dict[str, metrics.Difference]) -> str:
-    """Returns means with their intervals and p, by name."""
-    parts = []
-    for name, (mean, low, high, p) in differences.items():
-        parts.append(f"{name} {mean:+.3g} [{low:+.3g}, {high:+.3g}] p={p:.2g}")
-    return ", ".join(parts)
+def _difference_text(difference: metrics.Difference, form: str = "+.3g") -> str:
+    """Returns a mean with its interval and p."""
+    mean, low, high, p = difference
+    return f"{mean:{form}} [{low:{form}}, {high:{form}}] p={p:.2g}"
 
 
 if __name__ == "__main__":

@@ -96,17 +96,18 @@ class PythonTool:
         result = self.sandbox.run(arguments["code"], timeout_s=self.timeout_s)
         error = f"Error: {result.error}" if result.error else ""
         text = "\n".join(filter(None, [result.stdout.strip(), error])) or "(no output)"
-        seconds, latency_s = result.seconds, result.waited_s + result.seconds
+        seconds, waited_s = result.seconds, result.waited_s
         if self.latency_s is not None:
-            seconds = latency_s = self.latency_s
+            seconds, waited_s = self.latency_s, 0.0
         usd = self.usd_per_call + self.usd_per_second * min(seconds, self.timeout_s)
         return ToolResult(
             text,
             0.0 if result.died else usd,
-            latency_s,
+            waited_s + seconds,
             error=bool(error),
             infrastructure=result.died,
             findings={"code": [[arguments["code"], text]]},
+            waited_s=waited_s,
         )
 
 
@@ -145,13 +146,14 @@ class LookupTool:
         try:
             hits = self.index.search(arguments["query"], k=self.passages)
         except EndpointError as error:
-            retries, seconds = error.spent
+            retries, seconds, waited = error.spent
             return ToolResult(
                 f"Error: {self.name}: the search server does not answer: {error}",
                 latency_s=seconds,
                 error=True,
                 infrastructure=True,
                 retries=retries,
+                waited_s=waited,
             )
         except Exception as error:  # a device, a file: the query is text, whatever it says
             seconds = time.monotonic() - start

@@ -64,8 +64,10 @@ class ToolResult:
 
     `infrastructure` marks a failure that the policy did not cause: the attempt leaves its group.
     `refused` marks a call that was not run and does not count as one. `alias` is the expert behind
-    a tool that offers several, "" for other tools. `retries` counts
-    the requests that were repeated. `findings` is what the call adds to the attempt's Evidence.
+    a tool that offers several, "" for other tools. `retries` counts the requests that were
+    repeated; `waited_s` are the seconds of latency_s that passed before the one that counts was
+    under way: in failed requests, pauses, and a queue. `findings` is what the call adds to the
+    attempt's Evidence.
     `parts` are the calls that this one made, as `part` writes them; their cost is in cost_usd.
     """
 
@@ -81,6 +83,7 @@ class ToolResult:
     retries: int = 0
     findings: dict[str, list[Any]] = field(default_factory=dict)
     parts: list[Json] = field(default_factory=list)
+    waited_s: float = 0.0
 
 
 def part(name: str, arguments: Json, result: ToolResult) -> Json:

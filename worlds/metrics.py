@@ -25,6 +25,7 @@ Pairs = Sequence[tuple[Task, Trajectory]]  # attempts, each with its task
 Figures = dict[str, float | None]  # by name; None: the attempt has no such figure
 FAILURE_CHARS = 200  # of what the infrastructure failed with
 COMPARED = ("reward", "reward_of_calls", "accuracy", "cost_usd", "latency_s")  # paired by task
+SPREAD = ("reward", "accuracy", "cost_usd", "latency_s", "preference")  # of a step's groups
 DRAWS = 2000  # resamples of a bootstrap, and sign flips of a test
 
 
@@ -110,7 +111,8 @@ def measure(tasks: Sequence[Task], attempts: Sequence[Trajectory], group_size: i
     """Returns means over a training step's attempts, for its row of metrics.
 
     Each `group_size` attempts in a row are a group. `reward` is what the advantages are made of,
-    `group_std` its mean spread within a group. `reward_parts` are those of the absolute form, in
+    `group_std` its mean spread within a group, `group_quartiles` say where the middle half of the
+    groups' means lies. `reward_parts` are those of the absolute form, in
     which steps can be compared. If the infrastructure failed all attempts, the means are of these.
     """
     pairs = list(zip(tasks, attempts, strict=True))
@@ -131,11 +133,28 @@ def measure(tasks: Sequence[Task], attempts: Sequence[Trajectory], group_size: i
 
     return {
         **_means(figures),
+        "group_quartiles": _group_quartiles(tasks, attempts, group_size),
         "reward_parts": _means(parts),
         "group_std": fmean(spreads) if spreads else 0.0,
         "statuses": _shares(Counter(attempt.status for attempt in attempts), len(attempts)),
         **_tallies(pairs),
     }
+
+
+def _group_quartiles(
+    tasks: Sequence[Task], attempts: Sequence[Trajectory], group_size: int
+) -> dict[str, list[float]]:
+    """Returns the first and third quartile of the groups' means, by the name of a figure."""
+    groups = []
+    for start in range(0, len(tasks), group_size):
+        members = slice(start, start + group_size)
+        pairs = finished(zip(tasks[members], attempts[members], strict=True))
+        if pairs:
+            groups.append(_means([_figures(task, attempt) for task, attempt in pairs]))
+    if not groups:
+        return {}
+    columns = _columns(groups)
+    return {name: np.quantile(columns[name], (0.25, 0.75)).tolist() for name in SPREAD}
 
 
 def compare(played: dict[str, Pairs], unpriced: Collection[str] = ()) -> dict[str, Json]:
@@ -353,7 +372,7 @@ def _tallies(pairs: Pairs) -> Json:
     """Returns calls, US dollars and seconds per attempt by what is behind the name, and verdicts.
 
     The policy's own tokens and seconds are those of "policy". Of calls that run side by side the
-    slowest counts.
+    slowest counts; the seconds that it waited for an endpoint or a worker are those of "waiting".
     """
     calls, usd, seconds = Counter(), Counter(), Counter()
     for task, attempt in pairs:
@@ -368,10 +387,12 @@ def _tallies(pairs: Pairs) -> Json:
                 behind = task.offers.get(result.alias or call.name, "unknown")
                 usd[behind] += result.cost_usd
                 own_usd -= result.cost_usd
-                made.append((result.latency_s, behind))
+                made.append((result.latency_s, behind, min(result.waited_s, result.latency_s)))
             if made:
-                slowest_s, behind = max(made)
-                seconds[behind] += slowest_s
+                slowest_s, behind, waited_s = max(made)
+                seconds[behind] += slowest_s - waited_s
+                if waited_s:
+                    seconds["waiting"] += waited_s
                 own_seconds -= slowest_s
         usd["policy"] += own_usd
         seconds["policy"] += own_seconds

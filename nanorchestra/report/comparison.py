@@ -5,14 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nanorchestra.files import read_json_lines, write_whole
+from nanorchestra.records import Preference
 from nanorchestra.report import plots
-from nanorchestra.report.page import images, page
+from nanorchestra.report.page import page
 from nanorchestra.report.run import Run
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json
 
-SHOWN = 5  # tasks that the first policy wins, and as many that it loses
 SIZE = {"width": 7.5, "height": 4.2}  # inches of a plot
+SCRIPTS = ("tables.js", "frontier.js", "evaluation.js")
+BODY = "\n".join(f'<div id="{name}"></div>' for name in ("summary", "frontier", "worlds", "pairs"))
 
 
 def recorded_attempts(path: Path) -> Iterator[Json]:
@@ -32,37 +34,48 @@ def write_comparison(path: Path) -> None:
         swept = {name: scores for name, scores in policies.items() if ":turns=" in name}
         if swept:
             sweeps.append(plots.frontier(swept, f"{world}:", turns=True))
-    parts = ['<div id="summary"></div>']
     for name, panels in (("frontier", frontiers), ("turns", sweeps)):
         if panels:
             write_whole(path / f"{name}.png", plots.figure(panels, "png", **SIZE))
-            parts.append(images(panels, **SIZE))
-    parts.append('<div id="worlds"></div><div id="pairs"></div>')
     data = {"summary": summary, "pairs": _instructive(path, summary)}
-    write_whole(path / "report.html", page(run, "\n".join(parts), data))
+    write_whole(path / "report.html", page(run, BODY, data, SCRIPTS))
 
 
-def _instructive(path: Path, summary: Json) -> list[list[Json]]:
-    """Returns the tasks where the first two policies' rewards differ most, with both attempts.
+def _instructive(path: Path, summary: Json) -> list[Json]:
+    """Returns for each wish the tasks that the first policy wins and loses by most, if any.
 
-    First the SHOWN that the first policy wins by most, then those that it loses by most.
+    It is compared with the second policy. Each task has both attempts.
     """
     worlds = list(summary["worlds"].values())
     first_two = list(worlds[0])[:2] if worlds else []
-    attempts_at = defaultdict(list)
+    attempts_at = defaultdict(dict)
     for row in recorded_attempts(path):
         if row["policy"] not in first_two:
             break  # the rows of a policy lie together, those of the first two at the start
         if row["trial"] == 0 and row["status"] != "infrastructure":
-            preference = row["task"]["preference"]["text"]
-            shown = {"policy": row["policy"], "reward": row["reward"], "preference": preference}
-            attempts_at[row["task"]["id"]].append(shown | {"tree": tree(row)})
-    pairs = [pair for pair in attempts_at.values() if len(pair) == 2]
-    pairs.sort(key=_lost)
-    return pairs[:SHOWN] + pairs[SHOWN:][-SHOWN:][::-1]
+            attempts_at[row["task"]["id"]][row["policy"]] = row
+
+    pairs_of = defaultdict(list)  # by wish
+    for attempts in attempts_at.values():
+        if len(attempts) == 2:
+            pair = [attempts[name] for name in first_two]
+            pairs_of[Preference(**pair[0]["task"]["preference"]).name].append(pair)
+
+    chosen = []
+    for wish, pairs in sorted(pairs_of.items()):
+        pairs.sort(key=_lead)
+        for won, pair in ((True, pairs[-1]), (False, pairs[0])):
+            if _lead(pair) * (1 if won else -1) > 0:
+                sides = [
+                    {"policy": row["policy"], "reward": row["reward"], "tree": tree(row)}
+                    for row in pair
+                ]
+                text = pair[0]["task"]["preference"]["text"]
+                chosen.append({"wish": wish, "preference": text, "won": won, "sides": sides})
+    return chosen
 
 
-def _lost(pair: list[Json]) -> float:
-    """Returns by how much the first policy earns less than the second."""
+def _lead(pair: list[Json]) -> float:
+    """Returns by how much the first policy earns more than the second."""
     ours, theirs = pair
-    return theirs["reward"] - ours["reward"]
+    return ours["reward"] - theirs["reward"]

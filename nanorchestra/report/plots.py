@@ -52,7 +52,7 @@ def curves(rows: Rows, name: str) -> list[Panel]:
     values = [(row["step"], scalars(row)) for row in rows]
     names = sorted({name for _, numbers in values for name in numbers})
     panels = []
-    for title, patterns, factor in TITLES["panels"][name]:
+    for title, patterns, factor in TITLES["panels"][name]["panels"]:
         keys = [key for pattern in patterns.split() for key in fnmatch.filter(names, pattern)]
         if keys or not rows or not patterns.endswith("/*"):
             panels.append(_curve(values, title, keys, factor))

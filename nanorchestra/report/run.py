@@ -28,6 +28,7 @@ from nanorchestra.files import (
 from nanorchestra.schemas import Json
 
 LOGS = ("metrics", "trajectories")
+FIRST_COLUMN = 38  # characters, so that a table fits a terminal of 80
 # Titles of tables and panels. A column has a title with its unit, a factor, and decimals (None:
 # three significant digits); a panel a title, patterns for the keys of a metrics row, and a factor.
 TITLES = read_json(Path(__file__).with_name("report.json"))
@@ -162,32 +163,45 @@ def label(name: str) -> str:
     return TITLES["names"].get(name, name)
 
 
-def table(policies: dict[str, Json]) -> str:
-    """Return scores by name as aligned lines for a terminal, with units in the first line."""
-    columns = TITLES["columns"]
-    rows = [["on held-out tasks", *(title for title, *_ in columns.values())]]
+def table(policies: dict[str, Json], heading: str = "on held-out tasks") -> str:
+    """Return scores by name as aligned lines for a terminal of 80 columns, units in the first.
+
+    The other measures are in summary.json and report.html.
+    """
+    rows = [[heading, *TITLES["terminal"].values()]]
     for name, scores in policies.items():
-        rows.append([label(name), *(_cell(scores, key) for key in columns)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
-        for name, *cells in rows
-    ]
+        rows.append([label(name), *(_cell(scores, key) for key in TITLES["terminal"])])
+    lines = aligned(rows)
     for name, scores in policies.items():
         if scores.get("failed"):
             failed = f"{scores['failed']} of {scores['attempts']} attempts"
-            lines.append(f"{label(name)}: {failed} failed, and are in no mean: {scores['failure']}")
+            reason = " ".join(scores["failure"].split())
+            lines.append(f"{label(name)}: {failed} failed, and are in no mean: {reason}")
     return "\n".join(lines)
 
 
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Return rows of texts as lines of columns; the first column is cut to FIRST_COLUMN."""
+    heads = []
+    for head, *_ in rows:
+        heads.append(head if len(head) <= FIRST_COLUMN else "..." + head[3 - FIRST_COLUMN :])
+    columns = zip(*(texts for _, *texts in rows), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for head, (_, *texts) in zip(heads, rows, strict=True):
+        cells = map(str.rjust, texts, widths)
+        lines.append("  ".join([head.ljust(max(map(len, heads))), *cells]))
+    return lines
+
+
 def _cell(scores, key):
-    """A score with half of its interval; "-" if there is none."""
+    """A score, that of the reward with half of its interval; "-" if there is none."""
     _, factor, decimals = TITLES["columns"][key]
     digits = number if decimals is None else f"{{:.{decimals}f}}".format
     if scores.get(key) is None:
         return "-"
     low, high = scores.get("intervals", {}).get(key, (None, None))
-    half = "" if low is None else f" ±{digits(factor * (high - low) / 2)}"
+    half = f" ±{digits(factor * (high - low) / 2)}" if key == "reward" and high else ""
     return digits(factor * scores[key]) + half
 
 

@@ -12,7 +12,8 @@ SHOWN_CHARS = 100  # of arguments and of a result
 def tree(row: Json) -> str:
     """Returns the tree of a row that training.trajectories.to_row made.
 
-    A branch has name, arguments, result, US dollars, seconds, an expert's tokens and its retries.
+    A branch has name, arguments, result, US dollars, seconds, those of them that it waited for an
+    endpoint or a worker, an expert's tokens and its retries.
     Calls that a call made are its branches; their cost is part of its own.
     """
     lines, calls_usd = [_short(row["task"]["question"])], 0.0
@@ -34,6 +35,8 @@ def _branches(call: Json, indent: str) -> Iterator[str]:
     name = f"{call['name']}/{call['alias']}" if call["alias"] else call["name"]
     arguments = json.dumps(call["arguments"], ensure_ascii=False)
     spent = [f"${number(call['cost_usd'])}", f"{call['latency_s']:.1f} s"]
+    if call.get("waited_s", 0.0) >= 0.05:
+        spent.append(f"{call['waited_s']:.1f} s waited")
     if call["output_tokens"]:
         spent.append(f"{call['input_tokens']} + {call['output_tokens']} tokens")
     if call["retries"]:

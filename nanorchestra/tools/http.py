@@ -47,11 +47,11 @@ class EndpointError(Exception):
     `bad_request` says that the server refuses this request itself, so that its text is at
     fault; else the infrastructure is. `received` is the text of a reply that was begun, None
     if there is nothing to bill; `tokens` are those of a language model that has worked for it.
-    `spent` are the requests that were repeated and the seconds of all. A request may be repeated
-    after `wait` seconds; None: it is no use.
+    `spent` are the requests that were repeated, the seconds of all, and how many of these passed
+    before the last request. A request may be repeated after `wait` seconds; None: it is no use.
     """
 
-    tokens, spent = (0, 0), (0, 0.0)
+    tokens, spent = (0, 0), (0, 0.0, 0.0)
 
     def __init__(
         self,
@@ -71,11 +71,12 @@ def post(
     key_variable: str,
     timeout_s: float,
     header_variables: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Json, tuple[int, float]]:
-    """Returns a JSON reply that fits `schema`, and (requests that were repeated, seconds).
+) -> tuple[Json, tuple[int, float, float]]:
+    """Returns a JSON reply that fits `schema`, and (repeated requests, seconds, those waited).
 
-    All of it takes `timeout_s` seconds at most. A connection error and the status 408, 409, 429 or
-    from 500 are tried again, after a random wait or as long as the server's Retry-After says. The
+    All of it takes `timeout_s` seconds at most; those waited passed before the last request. A
+    connection error and the status 408, 409, 429 or from 500 are tried again, after a random wait
+    or as long as the server's Retry-After says. The
     key is in the environment variable `key_variable`, the value of each header in that of
     `header_variables`; one that is not set is not sent. The reply is as `bounded_json` reads it.
     Raises EndpointError.
@@ -90,12 +91,13 @@ def post(
     sent = json.dumps(body)
     start = time.monotonic()
     end, limit = start + timeout_s, f"{round(timeout_s, 3):g}"
+    waited = 0.0
     for attempt in range(ATTEMPTS):
         exchange = _Exchange(url, sent.encode(), headers, end)
         try:
             reading = in_daemon(partial(_reply_of, exchange, schema, secrets))
             reply = reading.result(timeout=max(end - time.monotonic(), 0.0))
-            return reply, (attempt, time.monotonic() - start)
+            return reply, (attempt, time.monotonic() - start, waited)
         except TimeoutError:
             exchange.stop()
             error = EndpointError(f"no whole reply within {limit} s", exchange.begun())
@@ -106,11 +108,12 @@ def post(
         if error.wait is None or late or attempt == ATTEMPTS - 1:
             break
         time.sleep(wait)
+        waited = time.monotonic() - start
     problem = " ".join(masked(str(error), secrets).split())
     if key_variable and not key and "HTTP 401" in problem:
         problem = f"the environment variable {key_variable} is not set; {problem}"
     error.args = (problem[:MOST_CHARS],)
-    error.spent = attempt, time.monotonic() - start
+    error.spent = attempt, time.monotonic() - start, waited
     if error.received is not None:
         error.tokens = count_tokens(sent), count_tokens(error.received)
     raise error

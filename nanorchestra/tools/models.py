@@ -64,21 +64,21 @@ class Endpoint:
 
         `body` is the request's JSON (model, messages, ...). Content in parts is joined to text.
         Tokens, input and output, are estimated where the reply does not state them. Raises
-        EndpointError. Its `spent`, as that of the message, is what `post` says, and in the seconds
-        the wait for other calls.
+        EndpointError. Its `spent`, as that of the message, is what `post` says, and in its seconds
+        and those waited the wait for other calls.
         """
         start = time.monotonic()
         if not self.free.acquire(timeout=self.timeout_s):
             problem = f"calls open: {self.concurrency}, and none ended in {self.timeout_s:g} s"
             error = EndpointError(problem)
-            error.spent = 0, self.timeout_s
+            error.spent = 0, self.timeout_s, self.timeout_s
             raise error
         waited = time.monotonic() - start
         try:
-            reply, (retries, seconds) = self._post(body, self.timeout_s - waited)
+            reply, (retries, seconds, before) = self._post(body, self.timeout_s - waited)
         except EndpointError as error:
-            retries, seconds = error.spent
-            error.spent = retries, waited + seconds
+            retries, seconds, before = error.spent
+            error.spent = retries, waited + seconds, waited + before
             raise
         finally:
             self.free.release()
@@ -91,11 +91,11 @@ class Endpoint:
         message = choice["message"] | {
             "content": _text(choice["message"].get("content")),
             "finish_reason": choice.get("finish_reason"),
-            "spent": (retries, waited + seconds),
+            "spent": (retries, waited + seconds, waited + before),
         }
         return message, tokens
 
-    def _post(self, body, timeout_s) -> tuple[Json, tuple[int, float]]:
+    def _post(self, body, timeout_s) -> tuple[Json, tuple[int, float, float]]:
         url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
         return post(url, body, shape, self.key_variable, timeout_s, self.header_variables)
 
@@ -244,6 +244,7 @@ class Expert:
             output_tokens=output_tokens,
             alias=name,
             retries=reply.retries,
+            waited_s=reply.waited,
         )
 
 

@@ -34,14 +34,15 @@ class Reply:
     """What was replied to a request, as JSON, or the `problem` that there was.
 
     tokens: input and output, as the server counts them. retries: requests that were repeated.
-    seconds: of all. usd: US dollars that were paid. bad_request: the request is at fault; else a
-    problem is the infrastructure's.
+    seconds: of all. waited: of these seconds, those before the last request. usd: US dollars that
+    were paid. bad_request: the request is at fault; else a problem is the infrastructure's.
     """
 
     content: Any = None
     tokens: tuple[int, int] = (0, 0)
     retries: int = 0
     seconds: float = 0.0
+    waited: float = 0.0
     usd: float = 0.0
     problem: str = ""
     bad_request: bool = False
@@ -49,11 +50,12 @@ class Reply:
     @classmethod
     def of_error(cls, error: EndpointError) -> "Reply":
         """Returns the reply that an error is."""
-        retries, seconds = error.spent
+        retries, seconds, waited = error.spent
         return cls(
             tokens=error.tokens,
             retries=retries,
             seconds=seconds,
+            waited=waited,
             problem=str(error),
             bad_request=error.bad_request,
         )

@@ -152,6 +152,7 @@ class RoleTool:
             content=program if "code" in result.findings else result.content,
             cost_usd=sum(each.cost_usd for each in results),
             latency_s=sum(each.latency_s for each in results),
+            waited_s=sum(each.waited_s for each in results),
             error=result.error,
             infrastructure=down,
             findings=result.findings,

@@ -80,6 +80,7 @@ class WebSearch:
                 error=True,
                 infrastructure=not found.bad_request,
                 retries=found.retries,
+                waited_s=found.waited,
             )
         hits = found.content
         hits = hits[: self.pages]  # best first
@@ -104,7 +105,14 @@ class WebSearch:
         usd = self.usd_per_search + usd_of(pages)
         content = "\n\n".join(documents) + note
         best_last = {"documents": documents[::-1]}
-        return ToolResult(content, usd, seconds + read.seconds, findings=best_last)
+        return ToolResult(
+            content,
+            usd,
+            seconds + read.seconds,
+            retries=found.retries + read.retries,
+            findings=best_last,
+            waited_s=found.waited + read.waited,
+        )
 
     def _ask(
         self, path: str, body: Json, most_usd: float, usd_of: Callable[[list[Json]], float]

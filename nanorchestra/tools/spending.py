@@ -158,8 +158,7 @@ class Spending:
 
         def ask() -> Reply:
             message, tokens = endpoint.complete(body)
-            retries, seconds = message.pop("spent")
-            return Reply(message, tokens, retries, seconds)
+            return Reply(message, tokens, *message.pop("spent"))
 
         def paid() -> Reply:
             return self.pay(ask, most_usd, bill, payee)

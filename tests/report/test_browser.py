@@ -1,28 +1,38 @@
-"""The browser of trajectories: which groups it takes, and what its script draws of them."""
+"""The browser of attempts: which groups it takes, and what its script draws of them."""
 
 import json
 import math
 import re
-import shutil
-import subprocess
 
 import pytest
 
-from nanorchestra.report.page import SCRIPTS, browser, page
-from nanorchestra.report.run import TITLES, Run
+from nanorchestra.report import page as report_page
+from nanorchestra.report.page import browser, write_report
+from nanorchestra.report.run import Run
+
+CUT = """() => {
+  const width = document.documentElement.clientWidth, cut = [];
+  for (const one of document.querySelectorAll("body *")) {
+    const { left, right } = one.getBoundingClientRect(), name = `${one.tagName} ${one.className}`;
+    if (right > left && (right > width + 1 || left < -1)) cut.push(name);
+    if (getComputedStyle(one).overflowX === "visible" || one.tagName === "SELECT") continue;
+    if (one.scrollWidth > one.clientWidth + 1) cut.push(`scrolls: ${name}`);
+  }
+  return cut;
+}"""  # what reaches beyond the window, or must be scrolled to be read
 
 
 def row(step=1, task="t", ids=8, phase="grpo", question="q", **changes):
     drawn = [i % 2 == 1 for i in range(ids)]
     return {
-        "phase": phase, "step": step, "task_id": task,
-        "task": {"question": question, "preference": {"text": "p"}},
+        "phase": phase, "step": step, "task_id": task, "prompt_length": 1,
+        "task": {"question": question, "preference": {"text": "p", "cost": 0.5}},
         "ids": list(range(ids)), "sampled": drawn, "turns": [], "reward": 0.25, "outcome": 1.0,
         "logprobs": [-0.5 if d else 0.0 for d in drawn],
         "weight_versions": [3 if d else -1 for d in drawn],
         "trainer_logprobs": [-0.5 + 0.1 * k for k in range(sum(drawn))],
         "cost_usd": 0.002, "latency_s": 1.5, "advantage": 1.5, "status": "answered",
-        "answer": "</script>", "calls": {"a": 2},
+        "answer": "</script>", "calls": {"a": 2}, "well_formed": True,
     } | changes  # fmt: skip
 
 
@@ -35,67 +45,114 @@ def data_of(page):
     return json.loads(block)
 
 
-def test_the_page_has_the_recorded_numbers_and_no_tag_in_its_data(tmp_path):
-    rows = [row(), row(trainer_logprobs=[], logprobs=[None] * 8)]  # and by an endpoint
+def test_the_ids_of_a_group_can_be_put_together_again():
+    rows = [row(), row(trainer_logprobs=[], logprobs=[None] * 8), row(ids=5)]
     shown = browser(rows, lambda token: f"<{token}>")
-    data = data_of(page(Run.create(tmp_path / "one", "a = 1"), "", {"browser": shown}))["browser"]
-    assert data["pieces"]["7"] == "<7>" and data["count"] == 1
-    texts = {"question": "q", "preference": "p"}
-    assert data["groups"] == [
-        [texts | {name: one[name] for name in TITLES["attempt"]} for one in rows]
+    (group,) = shown["groups"]
+    assert shown["pieces"][7] == "<7>" and group["prompt"] == [0] and group["wish"] == "cheap"
+    for one, given in zip(group["attempts"], rows, strict=True):
+        assert group["prompt"] + one["ids"] == given["ids"]
+        sampled = [n % 2 == 1 for n, length in enumerate(one["runs"]) for _ in range(length)]
+        assert [False, *sampled] == given["sampled"]
+        assert one["versions"] == [[3, sum(given["sampled"])]]
+    first, by_endpoint, _ = group["attempts"]
+    assert first["gaps"] == [0.0, 0.1, 0.2, 0.3] and first["logprobs"] == [-0.5] * 4
+    assert by_endpoint["gaps"] == [] and by_endpoint["logprobs"] == [None] * 4
+
+
+def test_a_task_before_and_after_training_is_one_group_and_many_are_thinned(monkeypatch):
+    before, after = (
+        [row(phase=side, task=f"t{n}") for n in range(9)] for side in ("before", "after")
+    )
+    rows = [
+        *before,
+        *(row(step, task=f"g{step}") for step in range(1, 9) for _ in range(2)),
+        *after,
     ]
+    every = browser(rows, str)
+    assert every["count"] == len(every["groups"]) == 17
+    assert [one["side"] for one in every["groups"][-1]["attempts"]] == ["before", "after"]
+    monkeypatch.setattr(report_page, "SHOWN_BYTES", 2000)
+    fewer = browser(rows, str)
+    names = [group["task_id"] for group in fewer["groups"]]
+    assert names == ["g4", "g8", "t0", "t4", "t8"] and fewer["count"] == 17
 
 
-DOM = """
-class Node {
-  constructor(tag) { Object.assign(this, { tag, children: [], style: {}, textContent: "" }) }
-  appendChild(node) { this.children.push(node); return node }
-  replaceChildren() { this.children = [] } }
-const nodes = {};
-globalThis.document = {
-  getElementById: name => nodes[name] ||= new Node("div"), createElement: tag => new Node(tag) };
-document.getElementById("data").textContent = INPUT;
-globalThis.location = { hash: "#1%7Ct%7C0%7Cmask" };
-globalThis.history = { replaceState: (a, b, hash) => { location.hash = hash } };
-"""
-REPORT = """
-const [, , bar, , wide, , text] = nodes.browser.children, [lines] = wide.children;
-const ids = () => text.children.map(n => [n.textContent, n.className, n.title, n.style.background]);
-const seen = { table: lines.children.map(l => l.children.map(c => c.textContent)), mask: ids() };
-for (const way of ["ratio", "advantage"]) {
-  bar.children[1].value = way; bar.children[1].onchange(); seen[way] = ids() }
-lines.children[2].onclick(); seen.hash = location.hash; seen.other = ids();
-console.log(JSON.stringify(seen));
-"""
-TEXTS = """
-const texts = node => [node.textContent, ...node.children.flatMap(texts)].filter(Boolean);
-delete nodes.data;
-console.log(JSON.stringify(Object.values(nodes).flatMap(texts)));
-"""
-needs_node = pytest.mark.skipif(not shutil.which("node"), reason="no node")
+def test_two_thousand_attempts_take_less_than_twenty_megabytes():
+    shared = row(ids=700, prompt_length=350, logprobs=[-0.12345] * 700)
+    sides = [("grpo", n // 8) for n in range(1000)]
+    sides += [(side, n) for side in ("before", "after") for n in range(500)]
+    shown = browser((shared | {"phase": side, "task_id": f"t{n}"} for side, n in sides), str)
+    assert 5e6 < len(json.dumps(shown, separators=(",", ":"))) < 18e6 and shown["count"] == 625
 
 
-def drawn(page, code):
-    """What `code` prints after the scripts of a page have drawn it."""
-    code = "\n".join([DOM.replace("INPUT", json.dumps(block_of(page))), *SCRIPTS, code])
-    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+def test_what_went_wrong_is_named():
+    result = {"error": True, "refused": True, "content": "", "cost_usd": 0.0, "latency_s": 0.0}
+    call = {
+        "name": "a",
+        "arguments": {},
+        "alias": "",
+        "output_tokens": 0,
+        "retries": 0,
+        "parts": [],
+    }
+    turn = {"start": 1, "end": 2, "calls": [call], "results": [result]}
+    rows = [row(), row(outcome=0.0), row(status="token_limit", turns=[turn], well_formed=False)]
+    (group,) = browser(rows, str)["groups"]
+    whole, wrong, worse = (one["failures"] for one in group["attempts"])
+    assert (whole, wrong) == ([], ["wrong answer"])
+    assert worse == ["token limit", "malformed call", "a call failed", "a call was refused"]
 
 
-@needs_node
-def test_the_script_draws_masks_ratios_and_advantages(tmp_path):
-    rows = [row(), row(reward=0.75, trainer_logprobs=[], advantage=-6.0)]
-    shown = {"browser": browser(rows, lambda token: f"<{token}>")}
-    seen = drawn(page(Run.create(tmp_path / "one", "a = 1"), "", shown), REPORT)
-    assert seen["table"][1][:6] == ["1", "0.250", "1", "2.000", "1.50", "2"]
-    assert seen["table"][2][1] == "0.750"
-    assert [entry[0] for entry in seen["mask"]] == [f"<{i}>" for i in range(8)]
-    assert [entry[1] for entry in seen["mask"]] == ["given", "sampled"] * 4
-    title = f"id 7, sampled by version 3\nlog-probability -0.5000\nratio {math.exp(0.3):.7f}"
-    assert seen["mask"][7][2] == f"{title}\nadvantage 1.500"
-    assert seen["mask"][0][2] == "id 0, given"
-    backgrounds = [entry[3] for entry in seen["ratio"]]
-    assert backgrounds[3] == "rgba(31,140,70,0.25)" and backgrounds[7] == "rgba(31,140,70,0.75)"
-    assert [entry[3] for entry in seen["advantage"]][1::2] == ["rgba(31,140,70,0.375)"] * 4
-    assert seen["hash"] == "#1%7Ct%7C1%7Cadvantage"
-    assert "ratio -" in seen["other"][1][2] and seen["other"][1][3] == "rgba(200,50,40,0.75)"
+@pytest.fixture
+def folder(tmp_path):
+    """A run with a GRPO group of different advantages, one of equal ones, and held-out tasks."""
+    run = Run.create(tmp_path / "one", "seed = 7")
+    rows = [row(phase="before", step=0, task="h", reward=0.1, outcome=0.0)]
+    rows += [row(task="g"), row(task="g", reward=0.75, trainer_logprobs=[], advantage=-6.0)]
+    rows += [row(task="g", advantage=0.2)]
+    rows += [row(step=2, task="same", advantage=0.0)] * 2
+    rows += [row(phase="after", step=2, task="h", reward=0.9)]
+    for one in rows:
+        run.append("trajectories", one)
+    write_report(run.path)
+    return run.path
+
+
+def test_the_page_opens_where_advantages_differ_and_colours_ids_by_them(folder, opened):
+    page = opened(folder)
+    spans = page.locator("#browser .pane").first.locator("pre:not(.tree) span")
+    assert page.locator("#browser .pane h4").all_inner_texts() == [
+        "attempt 1: reward 0.250, advantage 1.500", "attempt 2: reward 0.750, advantage -6.000"
+    ]  # fmt: skip
+    shades = spans.evaluate_all("all => all.map(one => one.style.background)")
+    assert [shade[:21] for shade in shades] == ["rgba(31, 150, 80, 0.3", ""] * 3 + [shades[0][:21]]
+    titles = spans.evaluate_all("all => all.map(one => one.title)")
+    assert titles[1] == "id 2, given" and titles[6] == (
+        "id 7, sampled by version 3\nlog-probability -0.5000\n"
+        f"ratio {math.exp(0.3):.7f}\nadvantage 1.500"
+    )
+    page.locator("#browser select[aria-label=colour]").select_option("ratio")
+    shades = spans.evaluate_all("all => all.map(one => one.style.background)")
+    assert shades[2] == "rgba(31, 150, 80, 0.25)" and shades[6] == "rgba(31, 150, 80, 0.75)"
+    page.locator("#browser table tr").nth(3).click()
+    page.reload()  # as a live page does
+    heads = page.locator("#browser .pane h4").all_inner_texts()
+    assert [head[:9] for head in heads] == ["attempt 2", "attempt 3"]
+    assert page.locator("#browser select[aria-label=colour]").input_value() == "ratio"
+
+
+def test_filters_leave_the_groups_that_fit_and_a_task_stands_before_and_after(folder, opened):
+    page = opened(folder)
+    group = page.locator("#browser .group")
+    assert group.locator("option").count() == 3
+    page.locator("#browser select[aria-label=reward]").select_option("after earns more")
+    assert group.inner_text() == "held out: h q"
+    assert page.locator("#browser .pane h4").all_inner_texts() == [
+        "before: reward 0.100", "after: reward 0.900"
+    ]  # fmt: skip
+    page.locator("#browser select[aria-label='what went wrong']").select_option(
+        "nothing went wrong"
+    )
+    assert group.inner_text() == "no group fits the filters"
+    assert page.locator("#browser .pane").count() == 0

@@ -5,10 +5,10 @@ import re
 
 import pytest
 from matplotlib.figure import Figure
-from test_browser import TEXTS, data_of, drawn, needs_node, row
+from test_browser import CUT, data_of, row
 
 from nanorchestra.report import plots
-from nanorchestra.report.page import SCRIPTS, write_report
+from nanorchestra.report.page import HERE, RUN_SCRIPTS, write_report
 from nanorchestra.report.run import Run
 
 SCORES = {"reward": 0.5, "accuracy": 0.7, "cost_usd": 0.002, "latency_s": 2.0}
@@ -27,6 +27,7 @@ def record(run, stage):
         run.append("metrics", {"phase": "warm_start", "step": step} | metrics)
     for step in range(1, 31 if stage == "whole" else 2) if stage in ("one", "whole") else ():
         nested = {"calls": {"search": 0.3, "small": step / 60}, "filtered": {"homogeneous": 0.1}}
+        nested |= {"group_quartiles": {"accuracy": [0.6, 0.8]}, "turns": 1 + 1 / step}
         run.append("metrics", SCORES | nested | {"phase": "grpo", "step": step, "kl": None})
         run.append("trajectories", row())
     if stage == "whole":
@@ -52,36 +53,63 @@ def test_the_report_can_be_written_at_every_stage(run, stage):
     assert data["run"]["live"] == (stage != "whole"), "a page of a run looks again"
 
 
-@needs_node
-def test_the_tables_show_the_scores_of_every_side_and_router(run):
+@pytest.mark.parametrize("width, scheme", [(1280, "dark"), (390, "light")])
+def test_everything_is_drawn_and_nothing_is_cut(run, opened, width, scheme):
     record(run, "whole")
-    texts = drawn(report(run), TEXTS)
-    for text in (
-        "0.500",
-        "70.0",
-        "2.00",
-        "always the strongest",
-        "cheap, after",
-        "431 s (7.2 min)",
-    ):
-        assert text in texts
-    assert "NaN" not in str(texts) and "undefined" not in str(texts)
+    report(run)
+    page = opened(run.path, width, scheme)
+    text = page.inner_text("body")
+    for part in ("after GRPO", "always the strongest", "431 s (7.2 min)", "0.500 \u2192 0.500"):
+        assert part in text
+    assert "NaN" not in text and "undefined" not in text
+    titles = page.locator("figure .title").all_inner_texts()
+    assert "Turns per trajectory" in titles and "Loss, nats per token" in titles
+    assert "Gradient norm" not in titles, "a panel without data is left out"
+    assert "The same at every step: Reward that is trained on: 0.500" in text
+    legends = page.locator(".learning .u-legend, .tools .u-legend").all_inner_texts()
+    assert any("0.300" in legend and "small" in legend for legend in legends), "the last step's"
+    assert page.evaluate(CUT) == []
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 29)"
+    assert dark == (scheme == "dark")
 
 
-def test_the_report_loads_nothing_and_runs_nothing(run):
+def test_another_run_is_laid_over_the_curves_and_stays_when_the_page_reloads(run, opened, tmp_path):
+    record(run, "whole")
+    report(run)
+    other = Run.create(tmp_path / "two", "")
+    for step in range(1, 61):
+        other.append("metrics", {"phase": "grpo", "step": step, "turns": 3.0})
+    page = opened(run.path)
+    for name, shown in (("two/metrics.jsonl", "metrics.jsonl"), ("one/report.html", "one")):
+        page.set_input_files("input[type=file]", tmp_path / name)
+        page.wait_for_selector(f"strong >> text='dashed: {shown}'")
+        page.reload()
+        legend = page.locator("figure", has_text="Turns per trajectory").locator("tr.other")
+        assert shown in legend.inner_text()
+    page.get_by_text("remove").click()
+    assert page.locator("tr.other").count() == 0
+    page.set_input_files("input[type=file]", run.path / "config.toml")
+    page.wait_for_selector("strong >> text=config.toml has no rows of metrics")
+
+
+def test_the_report_loads_nothing_and_runs_nothing(run, opened):
     """What a model or a tool wrote is text, whatever it looks like."""
-    evil = '<script>alert(1)</script><img src="http://evil.example/x.png">'
-    names = dict.fromkeys(("question", "answer", "task_id", "status"), evil)
-    run.append("trajectories", row(**names, calls={evil: 1}))
-    run.append("metrics", SCORES | {"phase": "grpo", "step": 1, "calls": {evil: 1}})
-    page = report(run)
-    assert not re.search(r"<(link|iframe|object|a)\b|<[^>]* on\w+=", page)
-    images = re.findall(r"<img[^>]*>", page)
-    assert images and all(' src="data:image/svg+xml;base64,' in image for image in images)
-    scripts = re.findall(r"<script([^>]*)>(.*?)</script>", page, flags=re.DOTALL)
-    assert "default-src 'none'" in page and len(re.findall("<script", page)) == len(scripts) == 3
-    assert data_of(page)["browser"]["groups"][0][0]["question"] == evil
-    assert [body for attributes, body in scripts if not attributes] == SCRIPTS
+    evil = '<script>alert(1)</script><img src="http://evil.example/x.png" onerror="alert(2)">'
+    names = dict.fromkeys(("answer", "task_id", "status"), evil)
+    for step in (1, 2):
+        tool = "<img src=x onerror=alert(3)>"  # without a slash, so it is a label as it is
+        run.append("trajectories", row(question=evil, **names, calls={evil: 1}))
+        calls = {evil: step, tool: 1}
+        run.append("metrics", SCORES | {"phase": "grpo", "step": step, "calls": calls})
+    html = report(run)
+    assert evil not in html and "default-src 'none'" in html
+    scripts = re.findall(r"<script([^>]*)>(.*?)</script>", html, flags=re.DOTALL)
+    known = [(HERE / name).read_text() for name in RUN_SCRIPTS]
+    assert [body for attributes, body in scripts if not attributes] == known
+    assert data_of(html)["browser"]["groups"][0]["question"] == evil
+    page = opened(run.path)
+    assert page.locator("img, link, iframe, a").count() == 0 and evil in page.inner_text("body")
+    assert tool in page.locator(".tools .u-legend").first.inner_text()
 
 
 def test_the_mismatch_of_sampler_and_trainer_and_the_reward_trained_on_are_curves():

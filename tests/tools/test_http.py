@@ -402,8 +402,8 @@ def test_json_from_outside_is_plain():
 
 def test_a_whole_reply_is_returned_with_what_it_took(server):
     server.answer = lambda body: {"text": body["text"] * 2}
-    reply, (retries, seconds) = post(server.url, {"text": "ab"}, {}, "NO_KEY_AT_ALL", 5.0)
-    assert reply == {"text": "abab"} and retries == 0 and 0 < seconds < 5
+    reply, (retries, seconds, waited) = post(server.url, {"text": "ab"}, {}, "NO_KEY_AT_ALL", 5.0)
+    assert reply == {"text": "abab"} and retries == waited == 0 < seconds < 5
     assert "Authorization" not in server.headers[-1]
 
 

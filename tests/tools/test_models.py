@@ -107,6 +107,8 @@ def test_a_refusal_is_tried_again_if_it_may_pass_and_told_without_the_key(
     assert len(server.bodies) == tries and len(str(error.value)) <= 300
     assert str(error.value).startswith(f"HTTP {status}: the model `big` and the key ... x")
     assert len(waits) == tries - 1 == error.value.spent[0] and all(1 <= w <= 4 for w in waits)
+    _, seconds, waited = error.value.spent  # the wait itself is not slept here
+    assert 0 <= waited < seconds and (waited > 1e-4) == (tries > 1)
 
 
 def test_the_wait_is_as_long_as_the_server_says_but_within_the_time_out(server, waits):

@@ -69,6 +69,7 @@ def test_figures_read_the_recorded_reward_and_never_compute_it():
         attempt.reward = reward
     row = measure(tasks, attempts, group_size=2)
     assert row["reward"] == pytest.approx(0.5)
+    assert measure(tasks, attempts, 1)["group_quartiles"]["reward"] == pytest.approx([0.325, 0.675])
     assert row["group_std"] == pytest.approx((stdev((0.9, 0.1)) + stdev((0.4, 0.6))) / 2)
     assert sum(row["reward_parts"].values()) == pytest.approx(score(tasks[0], attempts[0]).reward)
     assert summarise(tasks[1:], attempts[1:])["reward"] == pytest.approx(1.1 / 3)
@@ -100,7 +101,7 @@ def test_summaries_split_by_preference_and_kind_and_count_what_is_behind_a_name(
     calls = [ToolCall("a", {}), ToolCall("bad", {}), ToolCall("b", {})]
     results = [
         ToolResult("", 0.5, 3.0),
-        ToolResult("", 0.25, 8.0),
+        ToolResult("", 0.25, 8.0, waited_s=3.0),
         ToolResult("", error=True, refused=True),
     ]
     used = make_attempt(cheap, 0.0, turns=[Turn(0, 1, "stop", calls, results)], verdict="judged")
@@ -114,7 +115,7 @@ def test_summaries_split_by_preference_and_kind_and_count_what_is_behind_a_name(
     assert summary["avoided_rate"] == 1.0  # of the one task that forbids a tool
     assert summary["calls"] == {"large": 1.0}
     assert summary["costs_usd"] == {"large": 0.375, "policy": 0.625}
-    assert summary["seconds_by"] == {"large": 4.0, "policy": 6.0}
+    assert summary["seconds_by"] == {"large": 2.5, "policy": 6.0, "waiting": 1.5}
     assert summary["verdicts"] == {"judged": 0.5}
     assert json.loads(json.dumps(summary)) == summary | {
         "intervals": {name: list(ends) for name, ends in summary["intervals"].items()}
