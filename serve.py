@@ -270,6 +270,8 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
     `pipes` are stdin and stdout of a client of MCP.
     """
     remote = is_endpoint(options.model)
+    right = f"--model {options.model}: a model of a server is MODEL@URL, with http:// or https://"
+    require(remote or not re.search(r"@[\w.-]+:\d+(/|$)", options.model), right)
     model = policy = None
     if remote:
         policy = endpoint_of(options)

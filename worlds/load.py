@@ -108,6 +108,8 @@ def _open(name, settings, seed, sandbox, spending) -> World:
         require(spoiled <= 1, f"task.spoiled is {spoiled}; it must be a share from 0 to 1")
         return small_world(seed, name, chosen, spoiled)
     asks = name.startswith(questions.PREFIX)
+    is_there = not name.endswith((".py", ".jsonl")) or asks or Path(name).exists()
+    require(is_there, f"task.world: {name}: no such file")
     require(
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {Miniature.name}, "

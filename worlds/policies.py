@@ -121,8 +121,9 @@ def parse(text: str, routers: Collection[str], option: str = "--policy") -> Poli
         settings |= endpoint_settings(base)
     else:
         kind = "checkpoint"
-        known = f"a checkpoint, a hub id, MODEL@URL, or one of {', '.join(routers)}"
-        unknown = f"{where}: {base} is none of {known}{nearest(base, routers)}"
+        words = [*routers, "routers"] if routers else []
+        known = f"a checkpoint, a hub id, MODEL@URL, or one of {', '.join(words)}"
+        unknown = f"{where}: {base} is none of {known}{nearest(base, words)}"
         require(names_model(base), unknown)
         path = fetch_model(base).path
         require(is_model(path), unknown)

@@ -343,6 +343,8 @@ class Terminal:
         require(file, "/save: name the file")
         require(self.transcript.messages, "/save: nothing was said yet")
         self.transcript.save(file)
+        asked = [each for each in self.transcript.messages if each["role"] == "user"]
+        self.console.line(f"saved: {counted(len(asked), 'question')} in {file}")
 
     def do_load(self, file: str) -> None:
         """Goes on with the conversation in FILE, whose last question and answer it shows."""

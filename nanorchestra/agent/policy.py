@@ -32,6 +32,7 @@ from nanorchestra.tools.threads import in_thread
 MESSAGE = re.compile(r'"(?:message|detail|error)"\s*:\s*"((?:[^"\\]|\\.)+)')  # of an error's body
 MENDS = (  # what mends a refusal, by words of it
     (r"^HTTP 401", "OPENAI_API_KEY must hold a key of this server"),
+    (r"^HTTP 404", "is the model's name right, and does the URL end as the server's API, in /v1?"),
     (
         r"HTTP [45].*\btools?\b",
         "the model must call tools: take one that does; vLLM needs --enable-auto-tool-choice and "
@@ -41,7 +42,6 @@ MENDS = (  # what mends a refusal, by words of it
         r"HTTP 4.*(max_(completion_)?tokens|context length|context size)",
         "add :turn_tokens=N to the model, the most tokens of a turn",
     ),
-    (r"HTTP 404", "is the model's name right, and does the URL end as the server's API, in /v1?"),
     (r"no connection", "is a server running there?"),
 )
 

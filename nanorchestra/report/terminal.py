@@ -133,7 +133,7 @@ def footer(t: Trajectory, seconds: float, sampling: float) -> str:
             usd[name] += result.cost_usd
             spent[name] += result.latency_s
     text = f"{bill(t.cost_usd, seconds)}, {counted(len(t.turns), 'turn')}"
-    if None not in t.logprobs:  # of an endpoint, whose tokens are not these
+    if tokens and None not in t.logprobs:  # of an endpoint, whose tokens are not these
         text += f", {counted(tokens, 'token')} at {tokens / max(sampling, 1e-9):.0f}/s"
     for name, count in t.calls.items():
         text += f"\n{name} ({count}): {bill(usd[name], spent[name])}"
