@@ -309,7 +309,7 @@ class Catalogue:
 
     def _expert(self, name, where, alias) -> Expert:
         """Returns an expert by its name, for a tool that knows it by an alias."""
-        settings = {**_known(self.tables["experts"], name, where)}
+        settings = {**_known(self.tables["experts"], name, f"{where}: expert")}
         place = f"{self.path}: experts.{name}.endpoint"
         host = _known(self.endpoints, settings.pop("endpoint"), place)
         price = Price(*settings.pop("usd"))

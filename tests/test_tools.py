@@ -531,13 +531,16 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
             catalogue(EXPERT, experts={"mine": effort}),
             "t.json: experts.mine.reasoning_effort: 'hi' is",
         ),
-        (catalogue(EXPERT, experts={}), "t.json: llm is 'mine'; it must be one of gpt-5, "),
+        (catalogue(EXPERT, experts={}), "t.json: llm: expert is 'mine'; it must be one of gpt-5, "),
         (
             catalogue(EXPERT, experts={"mine": {"usd": [1, 1]}}),
             "t.json: experts.mine: 'endpoint' is ",
         ),
         (catalogue(EXPERT, experts={"mine": MINE | {"endpoint": "x"}}), "t.json: experts.mine.end"),
-        (catalogue(ANSWER | {"models": ["big"]}), "t.json: answer: big is 'big'; it must be one"),
+        (
+            catalogue(ANSWER | {"models": ["big"]}),
+            "t.json: answer: big: expert is 'big'; it must be one",
+        ),
         *(
             (
                 catalogue(ANSWER | {"parameters": PUBLISHED_FORM | wrong}),
