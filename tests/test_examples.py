@@ -119,8 +119,8 @@ def test_an_evaluation_is_paid_by_the_function(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "write_comparison", lambda path: None)  # it takes seconds
     words = ["--policy", "strongest", "--tasks", "6", "--reward", f"{REWARD}:frugal"]
     assert evaluate.main(words) == 0
-    lines = (tmp_path / "evaluation" / "00000.jsonl").read_text().splitlines()
-    for row in map(json.loads, lines):
+    (file,) = (tmp_path / "evaluation").glob("00-*.jsonl")
+    for row in map(json.loads, file.read_text().splitlines()):
         assert row["reward"] == pytest.approx(row["outcome"] - 10 * row["cost_usd"])
     assert "my_reward.py" in (tmp_path / "evaluation" / "config.toml").read_text()
     assert evaluate.main(["--policy", "strongest", "--reward", "no.py:f", "--run", "b"]) == 2
