@@ -38,9 +38,10 @@ from nanorchestra.agent.load import NANO, fetch_model, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.model.hf_config import read_config, read_sampling
-from nanorchestra.model.hub import local_model
+from nanorchestra.model.hub import Source, local_model
 from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.schemas import Json
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
@@ -264,6 +265,35 @@ def main(arguments: list[str]) -> int:
         return play(options, pipes)
 
 
+def local_rollout(
+    options: argparse.Namespace, source: Source, sampling: Json, world: OpenQuestions
+) -> tuple[Rollout, str]:
+    """Returns the rollout of a checkpoint of this machine, and a line about it. UserError."""
+    model = source.path
+    context = read_config(model).max_position_embeddings
+    limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
+    if knows_only_miniature(model):  # whatever else it is asked, it babbles
+        trained = checkpoint_settings(model)["turn_tokens"]
+        limits = replace(limits, turn_tokens=trained, failed_turns=FAILED_TURNS)
+        if not world.alone:
+            print(f"serve.py: {STRANGE}", file=sys.stderr)
+    running, engine_options = 1, {}
+    if options.http or options.mcp:  # a pool of fixed size, for whose pages requests wait
+        running, engine_options = 256, {"max_batch_tokens": 2048}
+    rollout = load_rollout(
+        model,
+        limits,
+        sampling,
+        running,
+        options.quantise,
+        chats=not (options.tools or options.index or options.mcp),
+        **engine_options,
+    )
+    weight = rollout.engine.model.embed_tokens.weight
+    where = f"{weight.dtype} on {weight.device}"
+    return rollout, f"{source.name}, {where}, context {context}, {sampling}"
+
+
 def play(options: argparse.Namespace, pipes: Any = None) -> int:
     """Loads the model and its tools, and answers. Returns the exit status.
 
@@ -272,49 +302,27 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
     remote = is_endpoint(options.model)
     right = f"--model {options.model}: a model of a server is MODEL@URL, with http:// or https://"
     require(remote or not re.search(r"@[\w.-]+:\d+(/|$)", options.model), right)
-    model = policy = None
     if remote:
         policy = endpoint_of(options)
         title = policy.base.partition("@")[0]
         sampling = {"temperature": policy.settings["temperature"], "top_p": 1.0, "top_k": 0}
     else:
         source = fetch_model(options.model, options.quantise)
-        model, title = source.path, source.title
-        sampling = read_sampling(model)
+        title = source.title
+        sampling = read_sampling(source.path)
         for name in sampling:
             if getattr(options, name) is not None:
                 sampling[name] = getattr(options, name)
-        context = read_config(model).max_position_embeddings
     SamplingParams(**sampling)  # checks it
     with Sandbox() as sandbox:
         replies = store_of(options.experts, "--experts")
         spending = Spending(replies=replies)
+        model = None if remote else source.path
         world = questions_of(model, options.tools, options.index, sandbox, spending)
         if remote:
-            rollout = policy.load(spending, 1)
-            about = told(policy)
+            rollout, about = policy.load(spending, 1), told(policy)
         else:
-            limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
-            if knows_only_miniature(model):  # whatever else it is asked, it babbles
-                trained = checkpoint_settings(model)["turn_tokens"]
-                limits = replace(limits, turn_tokens=trained, failed_turns=FAILED_TURNS)
-                if not world.alone:
-                    print(f"serve.py: {STRANGE}", file=sys.stderr)
-            running, engine_options = 1, {}
-            if options.http or options.mcp:  # a pool of fixed size, for whose pages requests wait
-                running, engine_options = 256, {"max_batch_tokens": 2048}
-            rollout = load_rollout(
-                model,
-                limits,
-                sampling,
-                running,
-                options.quantise,
-                chats=not (options.tools or options.index or options.mcp),
-                **engine_options,
-            )
-            weight = rollout.engine.model.embed_tokens.weight
-            about = f"{source.name}, {weight.dtype} on {weight.device}, context {context}, "
-            about += str(sampling)
+            rollout, about = local_rollout(options, source, sampling, world)
         if not rollout.tokenizer.markers:
             world = OpenQuestions([])
         rollout.survives_failures = True  # a person would rather have an answer without that expert
