@@ -138,7 +138,12 @@ def test_a_drawn_task_has_names_of_its_own_and_its_demonstration_scores(drawn_wo
         task = drawn_world.task("train", number)
         env = drawn_world.environment(task, 0)
         assert env.score("") == 0
-        shown = [lesson.call for lesson in teach(env) if lesson.call]
+        lessons = [lesson for lesson in teach(env) if lesson.call or lesson.thought]
+        shown = [lesson.call for lesson in lessons if lesson.call]
+        assert not any("<" in re.sub(" [<=>!]+ ", " ", lesson.thought) for lesson in lessons)
+        shape = drawn_world.domains[task.data["task"]["domain"]].names.shape
+        fields = [name for lesson in lessons if lesson.call for name in _fields(lesson.result)]
+        assert not any("_" in name for name in fields if shape != "snake")
         assert env.score("") == 1 and env.over and len(env.trace) <= 7
         functions = {each["function"]["name"]: each["function"] for each in env.tools}
         for call in shown:
@@ -150,6 +155,11 @@ def test_a_drawn_task_has_names_of_its_own_and_its_demonstration_scores(drawn_wo
     assert len({*names}) > 0.9 * len(names)
     looked = sum(kind.startswith("look-up") for kind in kinds) / len(kinds)
     assert 0.6 < looked < 0.9 and len({*kinds}) >= 4
+
+
+def _fields(result):
+    """The names of the fields of a result, which is JSON or an error."""
+    return re.findall(r'"([^"]+)": ', result.content)
 
 
 def test_no_drawn_name_is_one_of_the_held_out_domains():
