@@ -1,6 +1,7 @@
 """Trains a tool orchestrator by GRPO: this page is the training loop.
 
     python train.py                                 the miniature on a CPU (configs/nano.toml)
+    python train.py --config base                   the base that it begins with, from a draft
     python train.py --config qwen3-8b --grpo.steps 50 --run.name short
     python train.py --resume runs/nano              continues exactly where a run stopped
     python train.py --resume runs/nano --grpo.steps 120          extends a finished run
@@ -38,15 +39,16 @@ if __name__ == "__main__":
 import math
 import sys
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nanorchestra.agent.attempts import Player
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.agent.world import World
-from nanorchestra.config import Config
-from nanorchestra.errors import INTERRUPTED, command
+from nanorchestra.agent.world import World, demonstrates
+from nanorchestra.config import DRAFT, Config
+from nanorchestra.errors import INTERRUPTED, command, require
 from nanorchestra.model.lora import save_adapter
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.schemas import Json
@@ -101,7 +103,9 @@ from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
 from worlds import metrics
 from worlds.api_bill import api_bill
+from worlds.digest import FILE, world_record
 from worlds.load import agent_of, note_on_tools, open_world
+from worlds.miniature.draft import draft
 from worlds.routers import routers_of
 from worlds.user_reward import UserReward, load_reward
 
@@ -116,6 +120,8 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     world = open_world(run.config.task, run.config.run.seed, sandbox, bill.spending)
     run.with_steps(world.size("train"))  # grpo.epochs becomes grpo.steps
     config = run.with_model()  # a hub id gets its commit, once the model is on every node
+    if config.model.path == DRAFT:  # config.toml keeps the word
+        config = config.replace({"model.path": str(write_draft(run, world))})
     grpo, rollout = config.grpo, config.rollout
 
     _, dtype = device_and_dtype(config)
@@ -292,7 +298,8 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     after = evaluate(run, world, held_out_player, rollout_ranks, bill, "after", own_reward)
     path = run.folder.path
-    save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=ranks.first)
+    beside = {FILE: world_record(world)} if ranks.first and world.name == "miniature" else {}
+    save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=ranks.first, beside=beside)
     if config.lora.rank:
         save_adapter(model, path / "adapter", config.model.path, write=ranks.first)
     run.finish(
@@ -308,6 +315,24 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         }
     )
     return True
+
+
+def write_draft(run: TrainingRun, world: World) -> Path:
+    """Returns the run's directory draft/, which has an untrained model for the world.
+
+    One rank writes it, whole and once: a resumed run has it already. UserError if nothing
+    demonstrates the world's tasks.
+    """
+    path = run.folder.path / DRAFT
+    if run.ranks.first and not path.exists():
+        require(
+            demonstrates(world),
+            f"model.path is {DRAFT}, and nothing demonstrates {run.config.task.world!r}; name a "
+            "checkpoint or a hub id",
+        )
+        draft(world, run.config.run.seed, path)
+    run.ranks.barrier()
+    return path
 
 
 def play_step(

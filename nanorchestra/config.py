@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 DRAWN = "drawn"  # task.preference: another one for each task
+DRAFT = "draft"  # model.path: an untrained model of task.world, which the run writes first
 
 
 def setting(default: Any, help: str, *, least: float = 0) -> Any:
@@ -57,7 +58,11 @@ class ParallelSection:
 class ModelSection:
     """The model that training starts from."""
 
-    path: str = setting("", "directory in Hugging Face layout, .gguf file, or hub id: owner/name")
+    path: str = setting(
+        "",
+        "directory in Hugging Face layout, .gguf file, hub id: owner/name, or draft: an untrained "
+        "model for task.world, which the run writes first",
+    )
 
 
 @dataclass(frozen=True)

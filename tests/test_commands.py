@@ -54,7 +54,6 @@ PARSED = {  # the beginning of a command, and why it is not run whole
     "python tools.py serve-index": "a server; tests/serving/test_retrieval.py runs one",
     "python benchmarks/": "minutes; .ci/run rehearses the day on a GPU",
     "python -m benchmarks.gpu_parts.compile": "minutes; .ci/run runs it",
-    "python -m worlds.miniature.draft": "tests/worlds/test_draft.py runs it",
     "python -m worlds.drills": "tests/worlds/test_drills.py runs it",
     "python -m worlds.profile": "asks experts; tests/worlds/test_profile.py runs it",
     "python -m nanorchestra.model.adopt": "tests/model/test_adopt.py runs it",

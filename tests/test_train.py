@@ -50,6 +50,7 @@ SETTINGS = {
 }
 IMITATE = ["--model.path", str(NANO), "--run.threads", "1", "--warm_start.steps", "1"]
 IMITATE.append("--warm_start.trajectories")
+OWN = ["--task.world", str(ROOT / "examples" / "make24.py")]
 SMALL = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
 
 
@@ -115,6 +116,70 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path, monkeypatch, c
         program.choose_run(program.parse(["--resume", str(run)]))
 
 
+@pytest.mark.slow
+def test_a_base_is_made_by_one_command_and_again_with_the_same_bytes(
+    tmp_path, capsys, without_report
+):
+    cut = ["--config", "base", "--warm_start.steps", "2", "--warm_start.prompts", "2"]
+    cut += ["--evaluation.tasks", "1", "--run.threads", "1", "--run.root"]
+    models = []
+    for root in (tmp_path / "a", tmp_path / "b"):
+        assert program.main([*cut, str(root)]) == 0
+        model = root / "base" / "model"
+        models.append({file.name: file.read_bytes() for file in model.iterdir()})
+    assert models[0] == models[1]
+    world = json.loads(models[0]["world.json"])
+    assert (world["world"], world["seed"], len(world["digest"])) == ("miniature", 0, 64)
+    assert b"  world.json\n" in models[0]["SHA256SUMS"]
+    draft = (tmp_path / "a" / "base" / "draft" / "model.safetensors").read_bytes()
+    assert draft != models[0]["model.safetensors"], "the warm start has trained it"
+    capsys.readouterr()
+    assert program.main(["--plan", "--config", "base"]) == 0
+    assert "fits" in capsys.readouterr().out
+    assert program.main(["--config", "base", "--dry-run", "--run.root", str(tmp_path)]) == 0
+    assert (tmp_path / "base-dry-run" / "model").is_dir()
+
+
+@pytest.mark.slow
+def test_a_run_killed_after_its_draft_resumes_with_it(make_training, monkeypatch):
+    """KeyboardInterrupt stands for the kill: like SIGKILL it leaves the directory as it is."""
+    monkeypatch.setattr("worlds.miniature.draft.LESSONS", 20)
+    small = {"model.path": "draft", "warm_start.steps": 2, "warm_start.prompts": 1}
+    small["grpo.steps"] = 0
+    straight = make_training("straight", small)
+    assert straight.train()
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    for function in ("draft", "load_policy"):  # while it is written, and after that
+        run = make_training(function, small)
+        with monkeypatch.context() as patch:
+            patch.setattr(program, function, killed)
+            with pytest.raises(KeyboardInterrupt):
+                run.train()
+        assert (run.folder.path / "draft").exists() == (function == "load_policy")
+        with monkeypatch.context() as patch:
+            if function == "load_policy":  # it is not written twice
+                patch.setattr(program, "draft", killed)
+            assert make_training(function, resume=True).train()
+        assert load_config(run.folder.path / "config.toml").model.path == "draft"
+        for part in ("draft", "model"):
+            weights = [r.folder.path / part / "model.safetensors" for r in (straight, run)]
+            assert weights[0].read_bytes() == weights[1].read_bytes()
+        assert rows(run.folder.path) == rows(straight.folder.path)
+
+
+@pytest.mark.slow
+def test_two_ranks_begin_with_one_draft(tmp_path):
+    cut = ["--config", "base", "--warm_start.steps", 1, "--warm_start.prompts", 2]
+    cut += ["--evaluation.tasks", 2, "--run.threads", 1, "--run.root", tmp_path]
+    process = start(*cut, ranks=2)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "finished" in out, out
+    assert (tmp_path / "base" / "draft" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [
@@ -129,7 +194,8 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path, monkeypatch, c
         (["--resume", "x", "--run.seed", "1"], "cannot change run.seed, only run.checkpoint_every"),
         (["--run.root", "/proc/nothing"], "/proc/nothing"),
         (["--model.path", ".", "--run.threads", "1"], "config.json"),
-        (["--config", "domains", "--run.threads", "1"], "draft runs/draft-domains --world domains"),
+        (["--model.path", "", "--run.threads", "1"], "a hub id, or draft: an untrained model"),
+        (["--config", "base", "--run.threads", "1", *OWN], "draft, and nothing demonstrates"),
         (["--task.world", "nowhere", "--run.threads", "1"], "there is no world 'nowhere'"),
         ([*IMITATE, "nowhere"], "nowhere: holds no config.toml"),
         (["--gpus", "0", "--plan"], "--gpus is 0; it must be 1 or more"),

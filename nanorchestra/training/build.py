@@ -9,10 +9,10 @@ import torch
 
 from kernels.flash_attn import choose_attention
 from nanorchestra.agent.loop import AttemptLimits, Rollout
-from nanorchestra.config import Config
+from nanorchestra.config import DRAFT, Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import require
 from nanorchestra.model import lora
 from nanorchestra.model.hf_config import stored_group
 from nanorchestra.model.hub import find, local_model, names_model
@@ -27,7 +27,6 @@ from nanorchestra.training.trainer import Trainer, TrainerSettings
 
 SPARE_PAGES = 64
 DOWNLOAD_S = 24 * 3600.0  # that ranks wait for the download of another one
-DRAFT = "python -m worlds.miniature.draft {} --world domains writes an untrained one for domains"
 
 
 def device_and_dtype(config: Config) -> tuple[str, torch.dtype]:
@@ -47,7 +46,7 @@ def fetch_policy(config: Config, ranks: Ranks) -> Config:
     path = config.model.path
     name = ""
     if ranks.first and names_model(path) and not os.path.lexists(path):
-        name = _commit_of(config)
+        name = find(path).name
     name = ranks.broadcast(name)
     if not name:
         return config  # load_policy refuses what does not exist
@@ -73,17 +72,6 @@ def _interrupted_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _commit_of(config) -> str:
-    """Returns model.path, a hub id, with its commit."""
-    path = config.model.path
-    try:
-        return find(path).name
-    except UserError as error:
-        if config.task.world != "domains":
-            raise
-        raise UserError(f"{error}; {DRAFT.format(path)}") from None
-
-
 def load_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Qwen3, Tokenizer]:
     """Returns the model of model.path to train and its tokenizer.
 
@@ -93,8 +81,8 @@ def load_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Qwen3
     offload, in_4_bits = config.parallel.cpu_offload, config.lora.base == "int4"
     require(
         names_model(path),
-        f"model.path is {path!r}; it must be a directory in Hugging Face layout, a .gguf file or a "
-        f"hub id ({DRAFT.format(path or 'DIRECTORY')})",
+        f"model.path is {path!r}; it must be a directory in Hugging Face layout, a .gguf file, a "
+        f"hub id, or {DRAFT}: an untrained model for task.world",
     )
     path = local_model(path)
     require(

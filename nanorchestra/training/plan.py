@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanorchestra.config import Config
+from nanorchestra.config import DRAFT, Config
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import PRESETS, read_config
 from nanorchestra.model.hub import find, is_model, names_model
@@ -186,7 +186,8 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
     )
     limit = GPUS[name].memory if memory_gb is None else memory_gb * GB
     require(limit > 0, f"--memory is {limit / GB:g}; it must be the GB of one GPU")
-    model, origin, fits_disk = _shape(config.model.path or "nano")
+    path = config.model.path
+    model, origin, fits_disk = _shape("nano" if path in ("", DRAFT) else path)
     setup = Setup(config, gpus, model)
     fits, numbers = peak(setup) <= limit, setup.costs.numbers
     lines = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanorchestra.config import Config
+from nanorchestra.config import DRAFT, Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_text, refuse_links, write_whole
@@ -307,8 +307,9 @@ class TrainingRun:
                 (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
             phase, step = self.progress.phase, self.progress.step
             self.say(f"resuming {self.folder.path} at {phase} step {step}")
-        beside_weights = Path(self.config.model.path) / "tokenizer.json"
-        if self.ranks.first and not beside_weights.exists():  # of the hub, or a .gguf file
+        path = self.config.model.path
+        beside_weights = path != DRAFT and (Path(path) / "tokenizer.json").exists()
+        if self.ranks.first and not beside_weights:  # a draft, of the hub, or a .gguf file
             engine.tokenizer.save(self.folder.path / "tokenizer")  # for the report
         self._unused = False
         if not self.resumed:  # not before: a set-up that fails removes the directory

@@ -405,10 +405,9 @@ def test_a_run_keeps_the_commit_it_began_with(hub, make_training, tmp_path, monk
     config, _, resumed = choose_run(parse(again))
     assert resumed and config.model.path == f"{REPO}@{commit}"
 
-    typo = load_config("domains", {"model.path": "runs/drafts"})
+    typo = load_config("domains", {"model.path": "runs/checkpoint"})
     text = line(fetch_policy, typo, Ranks())
     assert "no such directory here, and no such model at 127.0.0.1" in text
-    assert "python -m worlds.miniature.draft runs/drafts --world domains writes" in text
 
 
 def environment(hub, cache):

@@ -28,20 +28,10 @@ def test_a_draft_loads_and_is_a_function_of_its_seed(tmp_path, sandbox, monkeypa
     assert max(ids) < tokenizer.vocab_size <= model.config.vocab_size
 
 
-def test_what_cannot_be_drafted_is_one_line(tmp_path, capsys):
-    (tmp_path / "there").mkdir()
-    assert program.main([str(tmp_path / "there")]) == 2
-    assert "it exists; name another one" in capsys.readouterr().err
-    file = tmp_path / "own.py"
-    file.write_text("class A:\n    def reset(self, seed):\n        return 'What?'\n")
-    assert program.main([str(tmp_path / "new"), "--world", str(file)]) == 2
-    line = capsys.readouterr().err
-    assert "nothing demonstrates its tasks" in line and not (tmp_path / "new").exists()
-
-
-def test_the_command_drafts_the_world_domains(tmp_path, monkeypatch):
+def test_a_draft_of_the_world_domains_reads_its_tasks(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "LESSONS", 20)
-    assert program.main([str(tmp_path / "new"), "--world", "domains", "--seed", "1"]) == 0
+    world = small_world(1, "domains")
+    program.draft(world, 1, tmp_path / "new")
     _, tokenizer = load_model(tmp_path / "new")
-    task = small_world(1, "domains").task("train", 0)
+    task = world.task("train", 0)
     assert tokenizer.decode(tokenizer.encode(task.question)) == task.question
