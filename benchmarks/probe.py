@@ -34,7 +34,8 @@ from nanorchestra.tools.sandbox import Sandbox  # noqa: E402
 from nanorchestra.tools.spending import Spending  # noqa: E402
 from worlds.metrics import Interval, interval, score, share_interval  # noqa: E402
 from worlds.miniature.offers import Offer, bounds, is_expert, title  # noqa: E402
-from worlds.miniature.tables import HELD_OUT, PHRASES, PREFERENCES, TRAIN  # noqa: E402
+from worlds.miniature.tables import PREFERENCES  # noqa: E402
+from worlds.miniature.language import HELD_OUT, TRAIN, UNSEEN, draw_sentence  # noqa: E402
 from worlds.miniature.world import Miniature, forbid  # noqa: E402
 from worlds.policies import parse  # noqa: E402
 from worlds.routers import expected_rewards, informed_order, usable  # noqa: E402
@@ -137,7 +138,7 @@ def with_ban(task: Task) -> Task:
     """Returns the task with a ban, of the tool that is best by the hidden skills, and no other."""
     name = task.preference.name
     rng = random.Random(f"ban/{task.id}")
-    plain = Preference(rng.choice(PHRASES[HELD_OUT][name]), *PREFERENCES[name][1])
+    plain = Preference(draw_sentence(rng, f"wish_{name}", HELD_OUT), *PREFERENCES[name][1])
     best = informed_order(replace(task, preference=plain))[0]
     return replace(task, preference=forbid(plain, best, rng, HELD_OUT))
 
@@ -148,7 +149,8 @@ def with_ratio(task: Task, ratio: float) -> Task:
     The prices of two of them, drawn at random, have the given ratio; the others are dear.
     """
     rng = random.Random(f"ratio/{task.id}")
-    preference = Preference(rng.choice(PHRASES[HELD_OUT]["cheap"]), *PREFERENCES["cheap"][1])
+    text = draw_sentence(rng, "wish_cheap", HELD_OUT)
+    preference = Preference(text, *PREFERENCES["cheap"][1])
     tools = [offer | {"price": DEAREST_CENTS} for offer in _experts(task)]
     first, second = rng.sample(range(len(tools)), 2)
     tools[first]["price"] = round(MIDDLE_CENTS * ratio**0.5)

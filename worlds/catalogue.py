@@ -18,8 +18,7 @@ from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.spending import Spending
-from worlds.miniature.draw import draw_names
-from worlds.miniature.tables import TRAIN
+from worlds.miniature.names import draw_names
 from worlds.toolscale.offers import DESCRIPTIONS, SCHEDULES, scheduled
 
 OFFERED = 0.7  # probability of a tool to be on offer in training
@@ -95,7 +94,7 @@ def draw(
         chosen = needed + (others[: max(0, most_tools - len(needed))] if most_tools else others)
     rng.shuffle(chosen)
     schedule = rng.choice(SCHEDULES["train"])
-    aliases = iter(draw_names(rng, len(chosen), TRAIN))
+    aliases = iter(draw_names(rng, len(chosen), held_out=False))
     offers = []
     for tool in chosen:
         models = _shuffled(tool, rng) if isinstance(tool, RoleTool) else _renamed(tool, aliases)

@@ -14,15 +14,13 @@ from nanorchestra.files import read_toml
 from nanorchestra.records import Preference, Task, banned
 from nanorchestra.schemas import Json
 from worlds.miniature.draw import arithmetic, chain, draw_wrong, knowledge, lookup
+from worlds.miniature.language import TRAIN
 from worlds.miniature.offers import Offer, corpus, is_expert, title
 from worlds.miniature.tables import (
     CHAINS,
     FIELDS,
     NOUNS,
-    PHRASES,
     PREFERENCES,
-    QUESTIONS,
-    TRAIN,
 )
 from worlds.miniature.world import make_task
 from worlds.wording import WEIGHED, bans_in, unknown_ban, weights_in
@@ -30,6 +28,7 @@ from worlds.wording import WEIGHED, bans_in, unknown_ban, weights_in
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
 EXAMPLES: list[str] = _DATA["examples"]
 LINE_UP: list[Offer] = _DATA["line_up"]
+PLAIN: dict[str, str] = _DATA["plain"]  # sentences for what has been understood
 CASE = rf"(?:(easy|hard) )?({'|'.join(map(' '.join, NOUNS.items()))}) ([1-9]\d\d)(?:.*code)?"
 PRODUCT_OR_SUM = r"([1-9]\d\d) ?(\*) ?([1-9])|([1-9]\d) ?([+-]) ?([1-9]\d)"
 ROW = rf"({'|'.join(FIELDS)}) of ([a-z ]+) ([1-9]\d\d)"
@@ -57,7 +56,7 @@ def as_task(question: str, preference_text: str, vector: Json) -> Task:
     records = asked.kind == "chain"  # as in the world: no records without tables
     tools = [t for t in LINE_UP if is_expert(t) or (t["what"] == "records") == records]
     preference = as_preference(preference_text, vector, tools)
-    text = QUESTIONS[TRAIN][asked.kind][0].format(**asked.values)
+    text = PLAIN[asked.kind].format(**asked.values)
     wrong = draw_wrong(random.Random(text), asked, TRAIN)
     return make_task(f"asked/{text}", text, asked, wrong, tools, preference)
 
@@ -94,8 +93,8 @@ def as_preference(text: str, vector: Json, offers: Collection[Offer]) -> Prefere
     avoided = [
         offer for offer in offers if banned([offer["name"], offer["what"], title(offer)], forbidden)
     ]
-    sentences = PHRASES[TRAIN][name][:1] if stated else []
-    sentences += [PHRASES[TRAIN]["avoid"][0].format(tool=title(offer)) for offer in avoided]
+    sentences = [PLAIN[name]] if stated else []
+    sentences += [PLAIN["ban"].format(tool=title(offer)) for offer in avoided]
     return Preference(
         " ".join(sentences),
         *weights,

@@ -19,8 +19,8 @@ from nanorchestra.model.tokenizer import train_bpe
 from worlds.miniature.induction import draft_induction
 from worlds.miniature.offers import corpus
 
-VOCAB_SIZE = 896  # of the tokenizer,
-LESSONS = 600  # which is trained on so many demonstrations
+VOCAB_SIZE = 1024  # of the tokenizer,
+LESSONS = 1200  # which is trained on so many demonstrations
 
 
 def draft(world: World, seed: int, directory: Path) -> None:

@@ -1,30 +1,27 @@
-"""The four kinds of questions, and random draws: of questions, numbers, prices, aliases, answers.
+"""The four kinds of questions, and random draws: of questions, numbers, prices, answers.
 
 Every draw takes its generator and draws in a fixed order, so that a task is a function of its seed.
-Numbers, aliases and facts are split between training and held-out tasks, so that a held-out task
-has none that was trained on.
+Numbers and facts are split between training and held-out tasks, so that a held-out task has none
+that was trained on.
 """
 
 import operator
 import random
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from worlds.miniature.language import HELD_OUT, draw_sentence
+from worlds.miniature.names import is_held_out
 from worlds.miniature.offers import corpus
 from worlds.miniature.tables import (
     ASKED,
     CHAINS,
-    CONSONANTS,
     EASY_RELATIONS,
     FIELDS,
-    HELD_OUT,
     NOUNS,
-    QUESTIONS,
     SUBJECTS,
-    VOWELS,
 )
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -32,7 +29,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its answer; `values` are filled into a phrase of its kind.
+    """A question with its answer; `values` are filled into a sentence of its kind.
 
     `kind` is a key of DRAW_QUESTION, `difficulty` "easy" or "hard". `solution` is what the fitting
     tool needs, `tables` the records that it reads.
@@ -47,8 +44,8 @@ class Question:
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def phrased(self, rng: random.Random, split: str) -> str:
-        """Returns the question in a phrase of the split."""
-        return rng.choice(QUESTIONS[split][self.kind]).format(**self.values)
+        """Returns the question in a sentence of the split."""
+        return draw_sentence(rng, self.kind, split, **self.values)
 
 
 def knowledge(subject: str, n: int, difficulty: str, code: int) -> Question:
@@ -100,18 +97,6 @@ def draw_terms(rng: random.Random, prices: list[int], latencies: list[int]) -> d
     return {"price": round(price), "latency": round(latency)}
 
 
-def draw_names(rng: random.Random, count: int, split: str) -> list[str]:
-    """Returns different aliases of the split, of two or three syllables."""
-    names: list[str] = []
-    while len(names) < count:
-        syllables = rng.choice((2, 3))
-        parts = [rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(syllables)]
-        name = "-".join(["tool", *parts])
-        if _belongs(name, split) and name not in names:
-            names.append(name)
-    return names
-
-
 def draw_wrong(rng: random.Random, question: Question, split: str) -> list[str]:
     """Returns up to eight wrong answers, from which a simulated expert draws its mistakes.
 
@@ -134,8 +119,7 @@ def draw_wrong(rng: random.Random, question: Question, split: str) -> list[str]:
 
 
 def _belongs(key, split):
-    """True if a number or name is one of the split's: a scattered fifth is held out."""
-    return (zlib.crc32(f"split {key}".encode()) % 5 == 0) == (split == HELD_OUT)
+    return is_held_out(key) == (split == HELD_OUT)
 
 
 @cache

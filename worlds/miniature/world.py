@@ -21,42 +21,38 @@ from worlds.judge import grade
 from worlds.miniature.draw import (
     DRAW_QUESTION,
     Question,
-    draw_names,
     draw_terms,
     draw_wrong,
 )
+from worlds.miniature.language import HELD_OUT, TRAIN, draw_sentence
+from worlds.miniature.names import draw_names
 from worlds.miniature.offers import (
     Offer,
     bounds,
     corpus,
     describe,
     skill,
-    title,
 )
 from worlds.miniature.tables import (
     AVOID_SHARE,
     EXPERT_TOKENS,
     FITTING_TOOL,
-    HELD_OUT,
     KINDS,
     LATENCIES,
     LESSON_KINDS,
-    PHRASES,
     PREFERENCES,
     PRICES,
     SPECIALISTS,
-    TRAIN,
 )
 from worlds.miniature.teacher import teach
-from worlds.preferences import sentence
 
 
 @dataclass(frozen=True)
 class Miniature:
     """The world of the miniature. Its tasks have no end; it demonstrates them, too.
 
-    words, names: the split whose phrasings or aliases all tasks have, "" for that of the task; the
-    tasks are otherwise the same.
+    words, names: the split whose sentences or aliases all tasks have, "" for that of the task; the
+    tasks are otherwise the same. Words can be "unseen", too (language.py).
     """
 
     seed: int
@@ -97,12 +93,12 @@ class Miniature:
         question = DRAW_QUESTION[kind](rng, split, difficulty)
         tools = _draw_offers(rng, kind, most_tools)
         aliases = random.Random(f"{self.seed}/{split}/{index}/names")
-        names = draw_names(aliases, len(tools), self.names or split)
+        names = draw_names(aliases, len(tools), (self.names or split) == HELD_OUT)
         tools = [{"name": name} | offer for name, offer in zip(names, tools, strict=True)]
         phrasing = random.Random(f"{self.seed}/{split}/{index}/words")
         words = self.words or split
         weighed = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
-        text = sentence(phrasing, PHRASES[words][weighed])
+        text = draw_sentence(phrasing, f"wish_{weighed}", words)
         preference = Preference(text, *PREFERENCES[weighed][1])
         options = [offer for offer in tools if offer["what"] != "records"]
         if options[1:] and rng.random() < AVOID_SHARE:
@@ -138,11 +134,11 @@ def _draw_offers(rng, kind, most_tools) -> list[Offer]:
 
 
 def forbid(preference: Preference, avoided: Offer, rng: random.Random, split: str) -> Preference:
-    """Returns a preference that also forbids a tool, in words of the split and by its weight.
+    """Returns a preference that also forbids a tool, in a sentence of the split and by its weight.
 
     The weight cancels the others, so that a right answer with its help earns nothing.
     """
-    ban = sentence(rng, PHRASES[split]["avoid"], title(avoided))
+    ban = draw_sentence(rng, "ban", split, alias=avoided["name"], what=avoided["what"])
     ban_first = rng.random() < 0.5
     parts = [ban, preference.text] if ban_first else [preference.text, ban]
     weight = -(preference.outcome + preference.cost + preference.latency)

@@ -1,0 +1,82 @@
+"""How users of the miniature talk: sentences drawn from the grammar of language.toml.
+
+There are tens of thousands of forms of each wish, so that none can be learnt by heart. They are
+split by the hashes of the grammar's entries, so before any training:
+
+    train       trained lines and words alone
+    held_out    trained words, and at least one line that training never shows
+    unseen      trained lines, and at least one word that training never shows
+"""
+
+import random
+import re
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nanorchestra.files import read_toml
+
+TRAIN, HELD_OUT, UNSEEN = "train", "held_out", "unseen"  # the splits
+GRAMMAR = read_toml(Path(__file__).with_suffix(".toml"))
+NEW = {HELD_OUT: "lines", UNSEEN: "words"}  # split -> section of which it shows new entries
+ONE_OF = {"lines": 5, "words": 10}  # one entry of so many is new
+PART = re.compile(r"<([a-z_]+)>|\[([^\[\]]*)\]")
+CAPITALS = 0.75  # of the sentences begin with a capital letter
+
+
+def draw_sentence(rng: random.Random, name: str, split: str, **values: Any) -> str:
+    """Returns a sentence of the split: an entry of `name`, with what it refers to drawn as well.
+
+    `values` are filled in where the grammar has their names in braces.
+    """
+    text, is_new = _expanded(rng, name, split, values)
+    while split in NEW and not is_new:
+        text, is_new = _expanded(rng, name, split, values)
+    text = re.sub(r"\b([Aa]) (?=[aeiou](?!ne\b))", r"\1n ", text)
+    if rng.random() >= CAPITALS:
+        return text
+    starts = [match.end() for match in re.finditer(r"^|[.!?] ", text)]
+    for start in starts:
+        if not text.startswith(str(values.get("alias")), start):  # an alias stays as it is
+            text = text[:start] + text[start : start + 1].upper() + text[start + 1 :]
+    return text
+
+
+def _expanded(rng, name, split, values) -> tuple[str, bool]:
+    """Returns a sentence, and whether an entry that training never shows is in it."""
+    text, is_new = f"<{name}>", False
+    while part := PART.search(text):
+        if part[1]:
+            trained, new = _entries(part[1])
+            shown = trained + new if part[1] in GRAMMAR.get(NEW.get(split), ()) else trained
+            entry = rng.choice(shown)
+            is_new |= entry in new
+            chosen = entry.format(**values)
+        else:
+            chosen = rng.choice(part[2].split("|"))
+        text = text[: part.start()] + chosen + text[part.end() :]
+    return text, is_new
+
+
+@cache
+def _entries(name: str) -> tuple[list[str], list[str]]:
+    """Returns the entries of a list that training shows, and those that it never shows."""
+    for section, lists in GRAMMAR.items():
+        if name in lists:
+            by_hash = sorted({*lists[name]}, key=lambda entry: (zlib.crc32(entry.encode()), entry))
+            count = len(by_hash) // ONE_OF[section] if section in ONE_OF else 0
+            if section == "words":
+                by_hash = [entry for entry in by_hash if not _said_elsewhere(entry, name)]
+            new = by_hash[:count]
+            return [entry for entry in lists[name] if entry not in new], new
+    raise KeyError(name)
+
+
+def _said_elsewhere(entry, name) -> bool:
+    """Returns whether an entry stands in another list too, or within another of its own."""
+    pattern = re.compile(rf"\b{re.escape(entry)}\b")
+    said = sum(
+        len(pattern.findall(text)) for lists in GRAMMAR.values() for text in sum(lists.values(), [])
+    )
+    return said > GRAMMAR["words"][name].count(entry)
