@@ -33,9 +33,9 @@ from nanorchestra.records import Preference, Task, Trajectory  # noqa: E402
 from nanorchestra.tools.sandbox import Sandbox  # noqa: E402
 from nanorchestra.tools.spending import Spending  # noqa: E402
 from worlds.metrics import Interval, interval, score, share_interval  # noqa: E402
+from worlds.miniature.language import HELD_OUT, TRAIN, draw_sentence  # noqa: E402
 from worlds.miniature.offers import Offer, bounds, is_expert, title  # noqa: E402
 from worlds.miniature.tables import PREFERENCES  # noqa: E402
-from worlds.miniature.language import HELD_OUT, TRAIN, UNSEEN, draw_sentence  # noqa: E402
 from worlds.miniature.world import Miniature, forbid  # noqa: E402
 from worlds.policies import parse  # noqa: E402
 from worlds.routers import expected_rewards, informed_order, usable  # noqa: E402

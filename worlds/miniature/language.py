@@ -19,6 +19,7 @@ from nanorchestra.files import read_toml
 
 TRAIN, HELD_OUT, UNSEEN = "train", "held_out", "unseen"  # the splits
 GRAMMAR = read_toml(Path(__file__).with_suffix(".toml"))
+ALWAYS = 3  # the first entries of a list, which training always shows
 NEW = {HELD_OUT: "lines", UNSEEN: "words"}  # split -> section of which it shows new entries
 ONE_OF = {"lines": 5, "words": 10}  # one entry of so many is new
 PART = re.compile(r"<([a-z_]+)>|\[([^\[\]]*)\]")
@@ -62,21 +63,21 @@ def _expanded(rng, name, split, values) -> tuple[str, bool]:
 @cache
 def _entries(name: str) -> tuple[list[str], list[str]]:
     """Returns the entries of a list that training shows, and those that it never shows."""
-    for section, lists in GRAMMAR.items():
-        if name in lists:
-            by_hash = sorted({*lists[name]}, key=lambda entry: (zlib.crc32(entry.encode()), entry))
-            count = len(by_hash) // ONE_OF[section] if section in ONE_OF else 0
-            if section == "words":
-                by_hash = [entry for entry in by_hash if not _said_elsewhere(entry, name)]
-            new = by_hash[:count]
-            return [entry for entry in lists[name] if entry not in new], new
-    raise KeyError(name)
+    (section,) = (section for section, lists in GRAMMAR.items() if name in lists)
+    entries = GRAMMAR[section][name]
+    if section not in ONE_OF:
+        return entries, []
+    others = {*entries} - {*entries[:ALWAYS]}
+    if section == "words":
+        others = {entry for entry in others if not _said_elsewhere(entry, entries)}
+    by_hash = sorted(others, key=lambda entry: (zlib.crc32(entry.encode()), entry))
+    new = by_hash[: len({*entries}) // ONE_OF[section]]
+    return [entry for entry in entries if entry not in new], new
 
 
-def _said_elsewhere(entry, name) -> bool:
-    """Returns whether an entry stands in another list too, or within another of its own."""
+def _said_elsewhere(entry, entries) -> bool:
+    """Returns whether another list says an entry too, or another entry of its own list."""
     pattern = re.compile(rf"\b{re.escape(entry)}\b")
-    said = sum(
-        len(pattern.findall(text)) for lists in GRAMMAR.values() for text in sum(lists.values(), [])
-    )
-    return said > GRAMMAR["words"][name].count(entry)
+    lists = [texts for section in GRAMMAR.values() for texts in section.values()]
+    said = sum(len(pattern.findall(text)) for texts in lists for text in texts)
+    return said > entries.count(entry)
