@@ -1,22 +1,27 @@
 """Probes what a policy reads in the miniature: held-out tasks changed in one thing.
 
-    python benchmarks/probe.py assets/nano --tasks 320 [--seed 0] [--json FILE]
+    python benchmarks/probe.py assets/nano --tasks 320 [--seed 0] [--phrases FILE] [--json FILE]
 
-Rewards on tasks with the aliases or the phrases of training, with permuted aliases and with the
-tools in reverse order stand beside the reward on the unchanged tasks. Shares follow: of bans of the
-preferred tool that are kept, of difficulties that the first thought names, of the value of prices
-and latencies that the first choice captures, and of first choices that are the informed rule's
-where only the ratio of two prices changes. All have 95% intervals over tasks; differences are
-paired by task.
+Rewards on tasks with the aliases or the sentences of training, with sentences that have a word
+never shown, with permuted aliases and with the tools in reverse order stand beside the reward on
+the unchanged tasks. Shares follow: of first calls that name a tool on offer, of wishes that the
+first thought reads right, of bans of the preferred tool that are kept, of difficulties that the
+first thought names, of the value of prices and latencies that the first choice captures, and of
+first choices that are the informed rule's where only the ratio of two prices changes. All have 95%
+intervals over tasks; differences are paired by task.
+
+--phrases has the wishes, bans and aliases of another hand: a JSON file {"wishes": {"cheap": [...],
+...}, "bans": ["leave out {tool}", ...], "aliases": [...]}.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +33,13 @@ sys.path.insert(0, str(ROOT))
 from nanorchestra.agent.attempts import play  # noqa: E402
 from nanorchestra.agent.loop import Rollout  # noqa: E402
 from nanorchestra.errors import ArgumentParser, command, require  # noqa: E402
-from nanorchestra.files import write_whole  # noqa: E402
+from nanorchestra.files import read_json, write_whole  # noqa: E402
 from nanorchestra.records import Preference, Task, Trajectory  # noqa: E402
+from nanorchestra.schemas import Json  # noqa: E402
 from nanorchestra.tools.sandbox import Sandbox  # noqa: E402
 from nanorchestra.tools.spending import Spending  # noqa: E402
 from worlds.metrics import Interval, interval, score, share_interval  # noqa: E402
-from worlds.miniature.language import HELD_OUT, TRAIN, draw_sentence  # noqa: E402
+from worlds.miniature.language import HELD_OUT, TRAIN, UNSEEN, draw_sentence  # noqa: E402
 from worlds.miniature.offers import Offer, bounds, is_expert, title  # noqa: E402
 from worlds.miniature.tables import PREFERENCES  # noqa: E402
 from worlds.miniature.world import Miniature, forbid  # noqa: E402
@@ -55,12 +61,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("policy", help="as --policy of evaluate.py, but no router")
     parser.add_argument("--tasks", type=int, default=320, help="held-out tasks (default: 320)")
     parser.add_argument("--seed", type=int, default=0, help="of tasks and sampling (default: 0)")
+    parser.add_argument("--phrases", type=Path, help="file of wishes, bans and aliases")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
     require(options.tasks > 0, f"--tasks must be at least 1, not {options.tasks}")
     rollout = parse(options.policy, routers=()).load(Spending(), PARALLEL)
     with Sandbox() as sandbox:
         results = probe(rollout, options.seed, options.tasks, sandbox)
+        if options.phrases:
+            phrases = read_json(options.phrases)
+            results |= probe_phrases(rollout, options.seed, options.tasks, sandbox, phrases)
     for name, (mean, low, high) in results.items():
         print(f"{name}: {mean:.3g} [{low:.3g}, {high:.3g}]")
     if options.json:
@@ -73,31 +83,110 @@ def probe(rollout: Rollout, seed: int, count: int, sandbox: Sandbox) -> dict[str
     tasks = held_out(Miniature(seed, sandbox), count)
     plain = attempts_at(tasks, rollout, seed, sandbox)
     results = {"reward": interval([attempt.reward for attempt in plain])}
+    results |= _reading(rollout, tasks, plain, "")
 
     changes = {
         "aliases of training": held_out(Miniature(seed, sandbox, names=TRAIN), count),
-        "phrases of training": held_out(Miniature(seed, sandbox, words=TRAIN), count),
+        "sentences of training": held_out(Miniature(seed, sandbox, words=TRAIN), count),
+        "a word never shown": held_out(Miniature(seed, sandbox, words=UNSEEN), count),
         "aliases permuted": [permuted(task) for task in tasks],
         "tools in reverse order": [_with(task, task.data["tools"][::-1]) for task in tasks],
     }
     for name, changed in changes.items():
-        rewards = [attempt.reward for attempt in attempts_at(changed, rollout, seed, sandbox)]
-        gains = [ours - base.reward for ours, base in zip(rewards, plain, strict=True)]
-        results[f"reward, {name}"] = interval(rewards)
-        results[f"reward, {name}, difference"] = interval(gains)
+        attempts = attempts_at(changed, rollout, seed, sandbox)
+        results |= _beside(name, attempts, plain)
+        results |= _reading(rollout, changed, attempts, f", {name}")
 
     cases = [pair for pair in zip(tasks, plain, strict=True) if pair[0].kind == "knowledge"]
     banned = [with_ban(task) for task, _ in cases]
-    kept = []
-    for task, attempt in zip(banned, attempts_at(banned, rollout, seed, sandbox), strict=True):
-        used = any(attempt.calls.get(name) for name in task.preference.avoided)
-        kept.append(float(bool(attempt.calls) and not used))
+    kept = _kept(banned, attempts_at(banned, rollout, seed, sandbox))
     results["bans of the preferred tool kept"] = interval(kept)
 
     read = [float(_reads_difficulty(rollout, task, attempt)) for task, attempt in cases]
     results["difficulty read right"] = interval(read)
     results |= value_of_prices(tasks, plain)
     return results | _price_ratios([task for task, _ in cases], rollout, seed, sandbox)
+
+
+def probe_phrases(
+    rollout: Rollout, seed: int, count: int, sandbox: Sandbox, phrases: Json
+) -> dict[str, Interval]:
+    """Returns the probes of `count` held-out tasks in the phrases of another hand.
+
+    The wishes, bans and aliases are changed one by one, each of a file in turn; what a wish weighs
+    stays, and the preferred tool is banned. The tasks have no ban otherwise.
+    """
+    drawn = held_out(Miniature(seed, sandbox), count)
+    tasks = [replace(task, preference=_wish_alone(task, HELD_OUT)) for task in drawn]
+    trained = [replace(task, preference=_wish_alone(task, TRAIN)) for task in drawn]
+    plain = attempts_at(trained, rollout, seed, sandbox)
+    results, place = {}, Counter()
+
+    said = []
+    for task in trained:
+        wishes = phrases["wishes"][task.preference.name]
+        text = wishes[place[task.preference.name] % len(wishes)]
+        place[task.preference.name] += 1
+        said.append(replace(task, preference=replace(task.preference, text=text)))
+    attempts = attempts_at(said, rollout, seed, sandbox)
+    results |= _beside("wishes of another hand", attempts, plain)
+    results |= _reading(rollout, said, attempts, ", wishes of another hand")
+
+    banned = []
+    for number, task in enumerate(task for task in trained if task.kind == "knowledge"):
+        best = informed_order(task)[0]
+        ban = phrases["bans"][number % len(phrases["bans"])].format(tool=title(best))
+        weight = -(task.preference.outcome + task.preference.cost + task.preference.latency)
+        text = f"{task.preference.text} {ban}".strip()
+        preference = replace(task.preference, text=text, tools={best["name"]: weight})
+        banned.append(replace(task, preference=preference))
+    kept = _kept(banned, attempts_at(banned, rollout, seed, sandbox))
+    results["bans of another hand kept"] = interval(kept)
+
+    named, names = [], itertools.cycle(phrases["aliases"])
+    for task in tasks:
+        tools = [offer | {"name": next(names)} for offer in task.data["tools"]]
+        named.append(_with(task, tools))
+    attempts = attempts_at(named, rollout, seed, sandbox)
+    return results | _reading(rollout, named, attempts, ", aliases of another hand")
+
+
+def _wish_alone(task, split) -> Preference:
+    """Returns a preference of the task's weights without a ban, in a sentence of the split."""
+    name = task.preference.name
+    text = draw_sentence(random.Random(f"wish/{task.id}"), f"wish_{name}", split)
+    return Preference(text, *PREFERENCES[name][1])
+
+
+def _beside(name, attempts, plain) -> dict[str, Interval]:
+    rewards = [attempt.reward for attempt in attempts]
+    gains = [ours - base.reward for ours, base in zip(rewards, plain, strict=True)]
+    return {
+        f"reward, {name}": interval(rewards),
+        f"reward, {name}, difference": interval(gains),
+    }
+
+
+def _reading(rollout, tasks, attempts, suffix) -> dict[str, Interval]:
+    """Returns the shares of first calls to a tool on offer, and of wishes read right."""
+    on_offer, read = [], defaultdict(list)
+    for task, attempt in zip(tasks, attempts, strict=True):
+        on_offer.append(float(first_call(attempt) in task.offers))
+        thought = _first_turn(rollout, attempt).partition("<think>")[2].strip()
+        for wish in ("all", task.preference.name):
+            read[wish].append(float(thought.startswith(f"{task.preference.name}.")))
+    results = {f"first call is on offer{suffix}": interval(on_offer)}
+    for wish, hits in read.items():
+        results[f"wish read right, {wish}{suffix}"] = interval(hits)
+    return results
+
+
+def _kept(tasks, attempts) -> list[float]:
+    kept = []
+    for task, attempt in zip(tasks, attempts, strict=True):
+        used = any(attempt.calls.get(name) for name in task.preference.avoided)
+        kept.append(float(bool(attempt.calls) and not used))
+    return kept
 
 
 def held_out(world: Miniature, count: int) -> list[Task]:
@@ -129,16 +218,15 @@ def permuted(task: Task) -> Task:
     for old, new in zip(tools, moved, strict=True):
         if old["name"] in task.preference.tools:
             weights[new["name"]] = task.preference.tools[old["name"]]
-            text = text.replace(title(old), title(new))
+            text = text.replace(old["name"], new["name"])
     preference = replace(task.preference, text=text, tools=weights)
     return _with(replace(task, preference=preference), moved)
 
 
 def with_ban(task: Task) -> Task:
     """Returns the task with a ban, of the tool that is best by the hidden skills, and no other."""
-    name = task.preference.name
     rng = random.Random(f"ban/{task.id}")
-    plain = Preference(draw_sentence(rng, f"wish_{name}", HELD_OUT), *PREFERENCES[name][1])
+    plain = _wish_alone(task, HELD_OUT)
     best = informed_order(replace(task, preference=plain))[0]
     return replace(task, preference=forbid(plain, best, rng, HELD_OUT))
 
@@ -236,9 +324,13 @@ def _experts(task: Task) -> list[Offer]:
 
 def _reads_difficulty(rollout: Rollout, task: Task, attempt: Trajectory) -> bool:
     """Whether the first thought names the difficulty and the subject."""
+    about = f"use for {task.data['difficulty']} {task.data['subject']} "
+    return about in _first_turn(rollout, attempt)
+
+
+def _first_turn(rollout, attempt) -> str:
     turn = attempt.turns[0]
-    thought = rollout.tokenizer.decode(attempt.ids[turn.start : turn.end])
-    return f"use for {task.data['difficulty']} {task.data['subject']} " in thought
+    return rollout.tokenizer.decode(attempt.ids[turn.start : turn.end])
 
 
 def _with(task: Task, tools: list[Offer]) -> Task:
