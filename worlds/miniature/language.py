@@ -1,7 +1,7 @@
 """How users of the miniature talk: sentences drawn from the grammar of language.toml.
 
-There are thousands of clauses for each wish and millions of sentences, so that none can be learnt by
-heart. They are split by the hashes of the grammar's entries, so before any training:
+There are thousands of clauses for each wish and millions of sentences, so that none can be learnt
+by heart. They are split by the hashes of the grammar's entries, so before any training:
 
     train       trained lines and words alone
     held_out    trained words, and at least one line that training never shows
