@@ -229,7 +229,10 @@ def read_policies(texts: list[str], routers: dict[str, dict]) -> list[Policy]:
     policies = [parse(text, dict.fromkeys(known)) for text in dict.fromkeys(named)]
     for policy in policies:
         if policy.kind != "router":
-            print(f"{policy.text}: {policy.settings}", file=sys.stderr)
+            settings = dict(policy.settings)
+            origin = settings.pop("from")
+            words = ", ".join(f"{name}={value}" for name, value in settings.items())
+            print(f"{policy.text}: {words} (from {origin})", file=sys.stderr)
         if not policy.priced:
             print(f"{policy.text}: {NO_PRICE}", file=sys.stderr)
     return policies

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -82,7 +83,8 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypa
     command += ["--parallel", "4", "--trials", "2", "--seed", "3"]
     assert evaluate.main(command) == 0
     out, err = capsys.readouterr()
-    assert "turns': 1" in err and "generation_config.json" in err and "\nperfect  " in out
+    assert "tools=all, turns=1, calls_per_turn=4, " in err and "(from generation_config" in err
+    assert "\nperfect  " in out
     whole = records("evaluation")
     files = sorted(name for name in whole if name.endswith("jsonl"))
     assert files[0] == "00-miniature-mine-model-turns=1-turn_tokens=8-0000.jsonl"
@@ -109,6 +111,7 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
     capsys.readouterr()
     (home / "empty.jsonl").touch()
     (home / "odd.jsonl").write_text('{"question": "Who?"}')
+    shutil.copytree(home / "mine", home / "runs" / "trained")
     (home / "hollow").mkdir()
     (home / "hollow" / "config.json").touch()
     (home / "odd").mkdir()
@@ -121,6 +124,10 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
         (["--run", str(home / "x")], "to be made in runs"),
         (["--run", ".."], "--run is '..'"),
         (["--policy", "nobody"], "nobody"),
+        (["--policy", "mine"], "informed, perfect, routers; did you mean mine/model?"),
+        (["--policy", "trained"], "did you mean runs/trained/model?"),
+        (["--policy", "runs/traned/model"], "did you mean runs/trained/model?"),
+        ([*asked[:2], "--policy", "nobody"], "a hub id, MODEL@URL"),
         (["--policy", "mine/model:turns=many"], "turns=many"),
         (["--world", "nowhere"], "no world 'nowhere'"),
         (["--world", "empty.jsonl"], "empty.jsonl"),

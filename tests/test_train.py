@@ -195,7 +195,7 @@ def test_the_table_of_a_dry_run_says_that_its_figures_mean_nothing(make_training
         run.finish({"held_out": {"after": scores, "routers": {"informed": scores}}})
         run.folder.unlock()
         *above, heads, _, router = capsys.readouterr().out.splitlines()
-        assert router.startswith("informed ") and heads.startswith("on held-out tasks")
+        assert router.startswith("informed ") and heads.startswith("on 1 held-out tasks")
         assert ("its figures mean nothing" in "".join(above)) == (name == "mine-dry-run")
 
 

@@ -169,7 +169,8 @@ class TrainingRun:
                     "dry run: the miniature's model after a few steps in small; the table shows "
                     "that a run works, and its figures mean nothing"
                 )
-            print(table(held_out_scores(results)))
+            tasks = self.config.evaluation.tasks
+            print(table(held_out_scores(results), f"on {tasks} held-out tasks"))
             summary = {
                 "seconds": self.elapsed,
                 "steps": self.progress.step,
