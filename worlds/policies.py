@@ -6,6 +6,7 @@ usd=X (the loop lets no task cost more), or one of its settings, like turns=10.
 """
 
 import math
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -149,7 +150,7 @@ def parse(text: str, routers: Collection[str], option: str = "--policy") -> Poli
 def _nearest(base: str, words: list[str]) -> str:
     """Returns "; did you mean NAME?": the model of a run that `base` names, or what is like it."""
     for model in (Path(base) / "model", RUNS / base / "model"):
-        if is_model(model):
+        if os.path.lexists(model):
             return f"; did you mean {model}?"
     return nearest(base, [*words, *map(str, RUNS.glob("*/model"))])
 
