@@ -15,17 +15,17 @@ report.html and plots. The same command continues one that was stopped. docs/eva
 import sys
 
 if __name__ == "__main__":  # first, because torch takes seconds to import
-    from nanorchestra.errors import end_on_interrupt
+    from nanorchestra.errors import end_on_interrupt, parse_first
+    from worlds import evaluation_options
 
     end_on_interrupt("evaluate.py")
+    parse_first("evaluate.py", evaluation_options.read_options, __doc__)
 
-import argparse
 import hashlib
 import json
-import math
-import os
 import re
 import subprocess
+from argparse import Namespace
 from collections import defaultdict
 from pathlib import Path
 
@@ -34,10 +34,9 @@ import torch
 from tqdm import tqdm
 
 from nanorchestra.agent.attempts import Player, play
-from nanorchestra.agent.load import NANO
 from nanorchestra.agent.world import World
 from nanorchestra.config import TaskSection
-from nanorchestra.errors import ArgumentParser, UserError, command, require
+from nanorchestra.errors import UserError, command, require
 from nanorchestra.files import read_json_lines, read_text, refuse_links, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.comparison import recorded_attempts, write_comparison
@@ -48,13 +47,12 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, to_row
 from worlds import metrics
+from worlds.evaluation_options import ROUTERS, RUNS, read_options
 from worlds.load import note_on_tools, open_world
 from worlds.policies import Policy, parse
 from worlds.routers import routers_of
 from worlds.user_reward import UserReward, load_reward
 
-RUNS = Path("runs")
-ROUTERS = "routers"  # all of a world, in --policy
 TAU2 = "tau2:"  # before a domain that tau2-bench's own package plays
 OURS = (
     "tools",
@@ -80,10 +78,10 @@ NO_PRICE = (
 @command("evaluate.py")
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
-    if arguments[:1] == ["compare"]:
-        compare_runs(arguments[1:])
+    options = read_options(arguments, __doc__)
+    if "runs" in options:
+        compare_runs(options.runs)
         return 0
-    options = read_options(arguments)
     if any(name.startswith(TAU2) for name in options.world):
         evaluate_by_tau2(options)
         return 0
@@ -92,35 +90,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def read_options(arguments: list[str]) -> argparse.Namespace:
-    """Returns the options. UserError."""
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="evaluate.py", description=__doc__, formatter_class=formatter)
-    nano, base = os.path.relpath(NANO), os.path.relpath(NANO.with_name("base"))
-    add = parser.add_argument
-    add("--policy", nargs="+", default=[nano, base, ROUTERS], help="what to compare, ours first")
-    add("--world", nargs="+", default=["miniature"], help="as task.world of train.py")
-    add("--all", action="store_true", help="not every fifth task of a file, but all")
-    add("--tools", default="", help="catalogue of the tools for questions, as task.tools")
-    add("--experts", default="simulated", help="simulated, real, record:DIR or replay:DIR")
-    add("--judge", default="", help="expert of the catalogue that judges what no rule accepts")
-    add("--user", default="", help="expert of the catalogue that plays users; empty: a script")
-    add("--user-args", default="{}", help="of a tau2:DOMAIN: arguments of its user, as JSON")
-    add("--preference", default="", help="of tasks without one, as task.preference; empty: none")
-    add("--reward", default="", help="FILE.py:FUNCTION that pays attempts, as task.reward")
-    add("--tasks", type=int, default=480, help="of each world at most (default: 480)")
-    add("--trials", type=int, default=1, help="attempts at each task (default: 1)")
-    add("--parallel", type=int, default=128, help="attempts at a time (default: 128)")
-    add("--seed", type=int, default=0, help="of tasks, sampling and simulations (default: 0)")
-    add("--max-usd", type=float, default=math.inf, help="that endpoints may cost together")
-    add("--run", default="evaluation", help="name of the directory in runs/ (default: evaluation)")
-    options = parser.parse_args(arguments)
-    least = min(options.tasks, options.trials, options.parallel)
-    require(least > 0, f"--tasks, --trials and --parallel must be at least 1, not {least}")
-    return options
-
-
-def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
+def evaluate(options: Namespace, sandbox: Sandbox) -> None:
     """Plays each policy in each world, records the attempts and reports. UserError.
 
     The attempts of a block run side by side and are recorded together in a file of their own. A
@@ -133,6 +103,7 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
     routers = {name: routers_of(world) for name, world in worlds.items()}
     policies = read_policies(options.policy, routers)
     tell_strangers(policies, options.world)
+    tell_missing_routers(policies, routers)
     own_reward = load_reward(options.reward, next(iter(tasks.values()))[0])
     run = open_run(options, policies)
 
@@ -183,7 +154,7 @@ def evaluate(options: argparse.Namespace, sandbox: Sandbox) -> None:
     print(f"{run.path}: report.html and plots")
 
 
-def evaluate_by_tau2(options: argparse.Namespace) -> None:
+def evaluate_by_tau2(options: Namespace) -> None:
     """Has tau2-bench's own package play its domains, and reports its figures. UserError.
 
     Each policy has a folder with a file of tau2-bench's Results for each domain.
@@ -222,9 +193,7 @@ def evaluate_by_tau2(options: argparse.Namespace) -> None:
 # What is compared, on what.
 
 
-def open_worlds(
-    options: argparse.Namespace, sandbox: Sandbox, spending: Spending
-) -> dict[str, World]:
+def open_worlds(options: Namespace, sandbox: Sandbox, spending: Spending) -> dict[str, World]:
     """Returns the worlds by the text of --world. UserError."""
     worlds = {}
     for name in options.world:
@@ -240,7 +209,7 @@ def open_worlds(
     return worlds
 
 
-def tasks_of(world: World, options: argparse.Namespace) -> list[Task]:
+def tasks_of(world: World, options: Namespace) -> list[Task]:
     """Returns the tasks to play: held-out ones, or with --all every one."""
     split = "all" if options.all else "held_out"
     size = world.size(split)
@@ -260,7 +229,10 @@ def read_policies(texts: list[str], routers: dict[str, dict]) -> list[Policy]:
     policies = [parse(text, dict.fromkeys(known)) for text in dict.fromkeys(named)]
     for policy in policies:
         if policy.kind != "router":
-            print(f"{policy.text}: {policy.settings}", file=sys.stderr)
+            settings = dict(policy.settings)
+            origin = settings.pop("from")
+            words = ", ".join(f"{name}={value}" for name, value in settings.items())
+            print(f"{policy.text}: {words} (from {origin})", file=sys.stderr)
         if not policy.priced:
             print(f"{policy.text}: {NO_PRICE}", file=sys.stderr)
     return policies
@@ -274,7 +246,16 @@ def tell_strangers(policies: list[Policy], worlds: list[str]) -> None:
                 print(note, file=sys.stderr)
 
 
-def open_run(options: argparse.Namespace, policies: list[Policy]) -> Run:
+def tell_missing_routers(policies: list[Policy], routers: dict[str, dict]) -> None:
+    """Says on stderr of each world which of the routers it has not, so does not play."""
+    for world, known in routers.items():
+        missing = [p.text for p in policies if p.kind == "router" and p.base not in known]
+        if missing:
+            names = ", ".join(missing)
+            print(f"{world}: not played by {names}: it has no such router", file=sys.stderr)
+
+
+def open_run(options: Namespace, policies: list[Policy]) -> Run:
     """Makes the directory, or opens it to go on. UserError if it holds another evaluation."""
     names = options.tools.split(",")
     names += [world.removeprefix("questions:") for world in options.world]
@@ -395,14 +376,11 @@ def show(worlds: dict[str, Json]) -> None:
         print("\n".join(["", *aligned(rows), ""]))
 
 
-def compare_runs(arguments: list[str]) -> None:
+def compare_runs(paths: list[Path]) -> None:
     """Prints by how much the policies of one evaluation lead those of another. UserError.
 
     Policies of the same name are paired, or else the first of each, on the tasks that are the same.
     """
-    parser = ArgumentParser(prog="evaluate.py compare")
-    parser.add_argument("runs", nargs=2, type=Path)
-    paths = parser.parse_args(arguments).runs
     (ours, our_unpriced), (theirs, their_unpriced) = [_read_run(path) for path in paths]
     paired = {name: name for name in ours if name in theirs}
     if not paired:

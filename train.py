@@ -512,7 +512,7 @@ def evaluate(
 ) -> Json:
     """Plays the held-out tasks; returns their summary, and records the attempts as `phase`."""
     tasks = run.config.evaluation.tasks
-    with run.bar(-(-tasks // ranks.world_size), f"held-out tasks, {phase}", unit="task") as bar:
+    with run.held_out_bar(-(-tasks // ranks.world_size), phase) as bar:
         player.on_done = lambda attempt: bar.update()
         attempts = play_held_out(run.config, world, player, ranks, bill, own_reward)
     run.record_attempts(phase, attempts.tasks, attempts.trajectories)

@@ -18,6 +18,7 @@ from nanorchestra.files import read_toml
 CONFIGS = Path(__file__).parents[1] / "configs"
 KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 SMALL = read_toml(Path(__file__).with_name("dry_run.toml"))
+DRY_RUN = "-dry-run"  # at the end of the name of such a run
 SETTINGS = {  # field and type of each setting
     f"{section}.{field.name}": (field, get_type_hints(kind)[field.name])
     for section, kind in get_type_hints(Config).items()
@@ -149,6 +150,11 @@ def scaled_down(config: Config, model: str) -> Config:
 
     Sharding, checkpoints and optimizers stay as they are.
     """
-    name, steps = f"{config.run.name}-dry-run", min(config.warm_start.steps, 2)
+    name, steps = f"{config.run.name}{DRY_RUN}", min(config.warm_start.steps, 2)
     changes = {"run.name": name, "warm_start.steps": steps, "model.path": model}
     return config.replace(SMALL | changes)
+
+
+def is_dry_run(config: Config) -> bool:
+    """Returns whether `scaled_down` made this config, by the name that it gave the run."""
+    return config.run.name.endswith(DRY_RUN)

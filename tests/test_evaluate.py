@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
+import subprocess
+import sys
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -35,6 +38,7 @@ from worlds.routers import routers_of
 from worlds.toolscale.environment import HAND_OVER
 
 FRAMES = Path(__file__).parents[2] / "shared" / "data" / "frames.jsonl"
+TEXT = {"capture_output": True, "text": True}
 SHORT = ":turns=1:turn_tokens=8"
 
 
@@ -79,7 +83,8 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypa
     command += ["--parallel", "4", "--trials", "2", "--seed", "3"]
     assert evaluate.main(command) == 0
     out, err = capsys.readouterr()
-    assert "turns': 1" in err and "generation_config.json" in err and "perfect play" in out
+    assert "tools=all, turns=1, calls_per_turn=4, " in err and "(from generation_config" in err
+    assert "\nperfect  " in out
     whole = records("evaluation")
     files = sorted(name for name in whole if name.endswith("jsonl"))
     assert files[0] == "00-miniature-mine-model-turns=1-turn_tokens=8-0000.jsonl"
@@ -106,6 +111,7 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
     capsys.readouterr()
     (home / "empty.jsonl").touch()
     (home / "odd.jsonl").write_text('{"question": "Who?"}')
+    shutil.copytree(home / "mine", home / "runs" / "trained")
     (home / "hollow").mkdir()
     (home / "hollow" / "config.json").touch()
     (home / "odd").mkdir()
@@ -114,7 +120,14 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
     real = ["--experts", "real", "--policy", "strongest", "--tasks", "4", "--run", "silent"]
     for arguments, says in (
         (["--tasks", "0"], "at least 1, not 0"),
+        (["--run", "../../x"], "--run is '../../x'; it must be the name of a directory"),
+        (["--run", str(home / "x")], "to be made in runs"),
+        (["--run", ".."], "--run is '..'"),
         (["--policy", "nobody"], "nobody"),
+        (["--policy", "mine"], "informed, perfect, routers; did you mean mine/model?"),
+        (["--policy", "trained"], "did you mean runs/trained/model?"),
+        (["--policy", "runs/traned/model"], "did you mean runs/trained/model?"),
+        ([*asked[:2], "--policy", "nobody"], "a hub id, MODEL@URL"),
         (["--policy", "mine/model:turns=many"], "turns=many"),
         (["--world", "nowhere"], "no world 'nowhere'"),
         (["--world", "empty.jsonl"], "empty.jsonl"),
@@ -137,6 +150,29 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
         out, err = capsys.readouterr()
         last = err.splitlines()[-1]
         assert last.startswith("evaluate.py: ") and says in last and "Traceback" not in err, says
+
+
+def test_help_and_wrong_options_do_not_wait_for_torch():
+    """`python -X importtime` writes a line for each module that is imported."""
+    for words, status in ((["--help"], 0), (["--nonsense"], 2), (["compare", "a"], 2)):
+        command = [sys.executable, "-X", "importtime", "evaluate.py", *words]
+        done = subprocess.run(command, cwd=Path(evaluate.__file__).parent, **TEXT)
+        assert done.returncode == status and not re.search(r"\| +torch$", done.stderr, re.M)
+        assert "argparse" in done.stderr
+
+
+def test_a_router_that_a_world_does_not_have_is_named(home, capsys):
+    """The policies of several worlds are those of all; one line a world says what it lacks."""
+    options = [*questions(home, "http://127.0.0.1:9/v1"), "--world", "questions:rows.jsonl"]
+    options += ["miniature", "--policy", "blind", "informed", "strongest", "cheapest"]
+    assert evaluate.main([*options, "--tasks", "2"]) == 0
+    err = capsys.readouterr().err
+    assert "questions:rows.jsonl: not played by blind, informed: it has no such router" in err
+    assert "miniature: not played by cheapest: it has no such router" in err
+    worlds = read_json("runs/evaluation/summary.json")["worlds"]
+    assert [*worlds["miniature"]] == ["blind", "informed", "strongest"]
+    assert evaluate.main(["--policy", "blind", "--tasks", "2", "--run", "b"]) == 0
+    assert "not played" not in capsys.readouterr().err
 
 
 def test_two_evaluations_are_compared_on_the_same_tasks_alone(home, capsys):

@@ -232,6 +232,39 @@ def test_help_and_wrong_options_do_not_wait_for_torch():
         assert "argparse" in done.stderr
 
 
+def test_what_a_sigint_stops_is_said_as_it_is(make_training, capsys):
+    """After the last step there is none to stop after: the run ends with its held-out tasks."""
+    run, said = make_training("said", {"grpo.steps": 1}), []
+    with Stop() as stop:
+        run.stop = stop
+        for begin in (
+            lambda: run.start_bar(1),
+            lambda: run.held_out_bar(1, "before").close(),
+            lambda: run.held_out_bar(1, "after").close(),
+        ):
+            begin()
+            stop.asked = False
+            signal.raise_signal(signal.SIGINT)
+            said.append(capsys.readouterr().err.splitlines()[-1])
+    run.folder.unlock()
+    assert said == [
+        "stopping after this step; Ctrl-C again: at once",
+        "stopping after these held-out tasks; Ctrl-C again: at once",
+        "no step is left: the run ends with these held-out tasks; Ctrl-C again: at once",
+    ]
+
+
+def test_the_table_of_a_dry_run_says_that_its_figures_mean_nothing(make_training, capsys):
+    scores = {"reward": 0.5, "accuracy": 0.5, "cost_usd": 0.1, "latency_s": 1.0}
+    for name in ("mine", "mine-dry-run"):
+        run = make_training(name, {"run.name": name})
+        run.finish({"held_out": {"after": scores, "routers": {"informed": scores}}})
+        run.folder.unlock()
+        *above, heads, _, router = capsys.readouterr().out.splitlines()
+        assert router.startswith("informed ") and heads.startswith("on 1 held-out tasks")
+        assert ("its figures mean nothing" in "".join(above)) == (name == "mine-dry-run")
+
+
 def test_only_a_second_sigint_ends_the_run_at_once():
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with Stop() as stop:

@@ -6,6 +6,7 @@ usd=X (the loop lets no task cost more), or one of its settings, like turns=10.
 """
 
 import math
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from nanorchestra.settings import load_config
 from nanorchestra.tools.roles import ROLES
 from nanorchestra.tools.spending import Spending
 from reward import PRICES
+from worlds.evaluation_options import ROUTERS, RUNS
 from worlds.toolscale.environment import EXPERT, HAND_OVER
 
 TOOLS = ("basic", "none")  # changes that take tools away
@@ -121,9 +123,9 @@ def parse(text: str, routers: Collection[str], option: str = "--policy") -> Poli
         settings |= endpoint_settings(base)
     else:
         kind = "checkpoint"
-        words = [*routers, "routers"] if routers else []
-        known = f"a checkpoint, a hub id, MODEL@URL, or one of {', '.join(words)}"
-        unknown = f"{where}: {base} is none of {known}{nearest(base, words)}"
+        words = [*routers, ROUTERS] if routers else []
+        known = ", ".join(["a checkpoint", "a hub id", "MODEL@URL", *words])
+        unknown = f"{where}: {base} is none of {known}{_nearest(base, words)}"
         require(names_model(base), unknown)
         path = fetch_model(base).path
         require(is_model(path), unknown)
@@ -143,6 +145,14 @@ def parse(text: str, routers: Collection[str], option: str = "--policy") -> Poli
             raise UserError(f"{where}: {change} must be {right}") from None
     _check(settings, where)
     return Policy(text, base, kind, settings)
+
+
+def _nearest(base: str, words: list[str]) -> str:
+    """Returns "; did you mean NAME?": the model of a run that `base` names, or what is like it."""
+    for model in (Path(base) / "model", RUNS / base / "model"):
+        if os.path.lexists(model):
+            return f"; did you mean {model}?"
+    return nearest(base, [*words, *map(str, RUNS.glob("*/model"))])
 
 
 def _check(settings, where) -> None:

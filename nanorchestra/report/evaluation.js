@@ -13,7 +13,7 @@ function drawSummary(parent, worlds) {
   };
   table(parent, ["", ...worlds.map(([world]) => `${world}, %`), "cost, cents", "latency, min"],
     names.map(name => [
-      label(name),
+      explained(name),
       ...worlds.map(([, policies]) => (policies[name] ? cell(policies[name], "accuracy") : "-")),
       digits(mean(name, "cost_usd"), 100),
       digits(mean(name, "latency_s") / 60),
@@ -22,7 +22,7 @@ function drawSummary(parent, worlds) {
 
 function drawWorld(parent, world, named) {
   section(parent, world, titles.notes.scores);
-  scored(parent, named.map(([name, scores]) => [label(name), scores]), first);
+  scored(parent, named.map(([name, scores]) => [explained(name), scores]), first);
   const more = named.map(([name, { tasks, failed, published, pass_hat: passed }]) => [
     label(name), tasks, failed, rounded(published, 3), ...(passed.length > 1 ? passed : []).map(p => (100 * p).toFixed(1)),
   ]);

@@ -20,7 +20,10 @@ from nanorchestra.schemas import Json
 
 STYLE = Path(__file__).with_name("report.mplstyle")
 BEFORE, AFTER = "C6", "C0"  # of the style's colours
-MARKERS = "s^vD"  # of routers, when the colours are all used
+OTHERS = (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)  # colours of all policies but the first two
+MARKERS = "s^vD"  # of these policies in turn
+COLOURS = 12  # of the style
+DASHES = ("-", ":", "-.")  # of lines, when the colours are all used
 Rows = list[Json]
 Panel = Callable[[Axes], None]
 
@@ -71,11 +74,12 @@ def _curve(values, title, keys, factor):
         for place, key in enumerate(keys):
             points = [(step, factor * numbers[key]) for step, numbers in values if key in numbers]
             steps, heights = zip(*points, strict=True)
-            axis.plot(steps, heights, color=f"C{place}", alpha=0.28, linewidth=0.9)
+            axis.plot(steps, heights, color=f"C{place % COLOURS}", alpha=0.28, linewidth=0.9)
             named = key.rpartition("/")[2].replace("_", " ")
             mean = [fmean(heights[max(0, n - window) : n]) for n in range(1, len(heights) + 1)]
             line = {"label": named, "linewidth": 1.8, "marker": ".", "markersize": 2}
-            axis.plot(steps, mean, color=f"C{place}", **line)
+            line["linestyle"] = DASHES[place // COLOURS % len(DASHES)]
+            axis.plot(steps, mean, color=f"C{place % COLOURS}", **line)
         if len(keys) > 1:
             axis.margins(y=0.04 * (2 + len(keys)))  # room for the legend
             axis.legend(loc="upper left", ncols=3, columnspacing=1, handlelength=1)
@@ -99,16 +103,17 @@ def frontier(policies: dict[str, Json], world: str = "", turns: bool = False) ->
             return _empty(axis)
         best = []
         ranked = sorted(known, key=lambda item: -item[1]["accuracy"])  # as in the picture
-        for place, (name, scores) in enumerate(ranked):
+        for name, scores in ranked:
             y, up = _point(scores, "accuracy", 100)
             if turns:
                 x, wide = float(name.rpartition(":turns=")[2].partition(":")[0]), None
             else:
                 x, wide = _point(scores, "cost_usd", 1000)
             best.append((x, y))
-            style = {"color": f"C{1 + place % 5}", "elinewidth": 0.6}
+            place = [*policies].index(name)  # as in the page
+            style = {"color": f"C{OTHERS[(place - 2) % len(OTHERS)]}", "elinewidth": 0.6}
             if name in ours:
-                style = {"color": (AFTER, BEFORE)[ours.index(name)], "markersize": 9}
+                style = {"color": (AFTER, BEFORE)[place], "markersize": 9}
             marker = "o" if name in ours else MARKERS[place % len(MARKERS)]
             axis.errorbar(x, y, up, wide, marker, label=label(name), **style)
         steps = [p for p in sorted(best) if all(q[1] < p[1] for q in best if q < p)]

@@ -16,7 +16,7 @@ function drawRun(parent, { facts, held_out: sides, live }) {
   const named = Object.entries(sides);
   if (!named.length) return;
   section(parent, "On held-out tasks", titles.notes.scores);
-  scored(parent, named.map(([name, scores]) => [label(name), scores]), i => (named[i][0] === "after" ? "chosen" : ""));
+  scored(parent, named.map(([name, scores]) => [explained(name), scores]), i => (named[i][0] === "after" ? "chosen" : ""));
   const { before, after } = sides;
   for (const [split, title] of [["by_preference", "By the user's preference"], ["by_kind", "By kind of question"]])
     if (before && after && before[split] && after[split]) drawSplit(parent, title, before[split], after[split]);
@@ -28,11 +28,12 @@ function drawSplit(parent, title, before, after) {
   const keys = Object.keys(titles.columns).filter(key => names.some(name => !absent((after[name] || {})[key])));
   add(parent, "h3", `${title}, before \u2192 after GRPO`);
   table(parent, ["", ...keys.map(key => titles.columns[key][0])], names.map(name =>
-    [name, ...keys.map(key => [before, after].map(side => cell(side[name] || {}, key)).join(" \u2192 "))]));
+    [name, ...keys.map(key => [before, after].map(side => cell(side[name] || {}, key)).join(" \u2192 ").replace("- \u2192 -", "-"))]));
 }
 
 const LATEST = 25;  // steps, of which a strong line is the mean, at most
 const PALETTE = 12;  // colours of page.css
+const DASHES = [[], [2, 3], [8, 3, 2, 3]], BORDERS = ["solid", "dotted", "dashed"];  // of lines, when the colours are all used
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const charts = [], shades = new Map();  // colours of names, the same in all charts of a part
 let other = null;  // rows of another run, and its name
@@ -81,15 +82,15 @@ function chartLines(rows, patterns, factor) {
   keys.forEach((key, i) => {
     const one = ours[key], own = key.slice(key.lastIndexOf("/") + 1), named = keys.length > 1 ? own.replaceAll("_", " ") : "mean";
     if (patterns.endsWith("/*") && !shades.has(own)) shades.set(own, shades.size);
-    const shade = `--c${(shades.get(own) ?? i) % PALETTE}`;
+    const number = shades.get(own) ?? i, shade = `--c${number % PALETTE}`, turn = Math.floor(number / PALETTE) % DASHES.length;
     if (one.low.some(value => value !== null) && one.steps.length > 1) {
       bands.push({ series: [lines.length + 2, lines.length + 1], shade });
       place({ label: "", shade, kind: "edge" }, one, smooth(one.low));
       place({ label: "", shade, kind: "edge" }, one, smooth(one.high));
     }
     if (one.steps.length > 9) place({ label: "", shade, kind: "raw" }, one, one.values);
-    place({ label: named, shade, kind: "mean" }, one, smooth(one.values));
-    if (theirs[key]) place({ label: `\u254c ${keys.length > 1 ? named : other.name}`, shade, kind: "other" }, theirs[key], smooth(theirs[key].values));
+    place({ label: named, shade, turn, kind: "mean" }, one, smooth(one.values));
+    if (theirs[key]) place({ label: `\u254c ${keys.length > 1 ? named : other.name}`, shade, turn, kind: "other" }, theirs[key], smooth(theirs[key].values));
   });
   const steps = [...new Set([...rows.map(({ step }) => step), ...lines.flatMap(({ points }) => [...points.keys()])])].sort((a, b) => a - b);
   return { lines, bands, steps };
@@ -110,16 +111,21 @@ function drawChart(parent, title, { lines, bands, steps }, phase) {
     scales: { x: { time: false } },
     axes: [step, height],
     cursor: { sync: { key: phase }, points: { size: 6 } },
-    legend: { markers: { width: 0, fill: (u, i) => colour(lines[i - 1].shade) } },
+    legend: { markers: {
+      width: (u, i) => (lines[i - 1].turn ? 2 : 0),
+      dash: (u, i) => BORDERS[lines[i - 1].turn || 0],
+      stroke: (u, i) => colour(lines[i - 1].shade),
+      fill: (u, i) => (lines[i - 1].turn ? "transparent" : colour(lines[i - 1].shade)),
+    } },
     hooks: { setLegend: [u => { if (u.legend.idx === null || u.legend.idx === undefined) u.setLegend({ idx: last }); }] },
     bands: bands.map(({ series, shade }) => ({ series, fill: () => colour(shade) + "26" })),
-    series: [{ label: "step" }, ...lines.map(({ label: named, shade, kind }) => ({
+    series: [{ label: "step" }, ...lines.map(({ label: named, shade, turn, kind }) => ({
       label: named,
       class: kind,
       width: WIDTHS[kind],
       stroke: kind === "edge" ? undefined : () => colour(shade) + (kind === "raw" ? "55" : ""),
-      dash: kind === "other" ? [6, 4] : undefined,
-      points: { show: kind === "mean" && steps.length < 10 },
+      dash: [...(kind === "other" ? [6, 4] : []), ...DASHES[turn || 0]],
+      points: { show: kind === "mean" && steps.length < 10, size: 5, fill: () => colour(shade) },
       spanGaps: true,
       value: (u, value) => (absent(value) ? "-" : digits(value)),
     }))],
@@ -128,6 +134,49 @@ function drawChart(parent, title, { lines, bands, steps }, phase) {
   chart.setLegend({ idx: last });
   head.onclick = () => { figure.classList.toggle("large"); fit(figure, chart); };
   charts.push([figure, chart]);
+  if (last) zoomByTouch(chart, phase, steps[0], steps[last]);
+}
+
+// One finger drawn over steps, or two fingers apart, show these steps larger in all charts of the phase; two taps show all.
+function zoomByTouch(chart, phase, first, last) {
+  const fingers = new Map(), at = event => event.clientX - chart.over.getBoundingClientRect().left;
+  let begun = null, tapped = 0;
+  const show = (from, to) => {
+    const room = Math.max(0, 1 - (to - from)) / 2, min = Math.max(first, from - room), max = Math.min(last, to + room);
+    if (max > min) uPlot.sync(phase).plots.forEach(one => one.setScale("x", { min, max }));
+  };
+  const select = (left, width) => chart.setSelect({ left, width, top: 0, height: width && chart.over.clientHeight }, false);
+  const begin = () => { begun = { places: [...fingers.values()], min: chart.scales.x.min, max: chart.scales.x.max, left: 0, width: 0 }; };
+  const down = event => {
+    if (event.pointerType !== "touch") return;
+    fingers.set(event.pointerId, at(event));
+    begin();
+  };
+  const move = event => {
+    if (!fingers.has(event.pointerId)) return;
+    fingers.set(event.pointerId, at(event));
+    const places = [...fingers.values()], { places: [a, b], min, max } = begun;
+    if (begun.places.length === 1) {
+      begun.left = Math.max(0, Math.min(a, places[0]));
+      begun.width = Math.min(chart.over.clientWidth, Math.max(a, places[0])) - begun.left;
+      if (begun.width > 10) select(begun.left, begun.width);
+    } else if (places.length === 2 && Math.abs(a - b) > 10 && (places[0] - places[1]) * (a - b) > 100) {
+      const each = ((max - min) / chart.over.clientWidth) * ((a - b) / (places[0] - places[1]));  // steps of a pixel
+      const from = min + (a / chart.over.clientWidth) * (max - min) - places[0] * each;
+      select(0, 0);
+      show(from, from + chart.over.clientWidth * each);
+    }
+  };
+  const up = event => {
+    if (!fingers.delete(event.pointerId) || begun.places.length > 1) return;
+    const { left, width } = begun;
+    select(0, 0);
+    if (event.type === "pointercancel") return;  // the page is scrolled
+    if (width > 10) show(chart.posToVal(left, "x"), chart.posToVal(left + width, "x"));
+    else if (event.timeStamp - tapped < 400) show(first, last);
+    tapped = width > 10 ? 0 : event.timeStamp;
+  };
+  for (const [kind, heard] of Object.entries({ pointerdown: down, pointermove: move, pointerup: up, pointercancel: up })) chart.over.addEventListener(kind, heard);
 }
 
 const fit = (figure, chart) => chart.setSize({ width: figure.clientWidth, height: figure.classList.contains("large") ? 380 : 190 });

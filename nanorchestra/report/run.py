@@ -145,6 +145,15 @@ class Run:
         return self.path / f"{name}.jsonl"
 
 
+def path_of_run(root: str | Path, name: str, option: str) -> Path:
+    """Return the directory of a run in `root`. UserError, which names the option, for no name."""
+    require(
+        name not in ("", ".", "..") and "/" not in name,
+        f"{option} is {name!r}; it must be the name of a directory, to be made in {root}",
+    )
+    return Path(root) / name
+
+
 def to_toml(config: Config) -> str:
     """Return all settings as the TOML of config.toml; settings.load_config reads it back."""
     return tomli_w.dumps(dataclasses.asdict(config))
@@ -159,7 +168,7 @@ def held_out_scores(summary: Json) -> dict[str, Json]:
 
 
 def label(name: str) -> str:
-    """Return what a table calls a policy."""
+    """Return what a table calls a policy: as --policy does; report.html says more of routers."""
     return TITLES["names"].get(name, name)
 
 

@@ -27,12 +27,14 @@ const section = (parent, title, note) => {
   add(parent, "p", note, "note");
 };
 const label = name => titles.names[name] || name.split("/").slice(-2).join("/");
+const explained = name => label(name) + (titles.routers[name] ? ` (${titles.routers[name]})` : "");
 const absent = value => value === null || value === undefined;
 const digits = (given, factor = 1) => {
   if (absent(given)) return "-";
   const value = factor * given;
   const size = Math.abs(value), places = size ? 2 - Math.floor(Math.log10(size)) : 2;
   if (places > 6) return value.toExponential(1);
+  if (size >= 1000) return Math.round(value).toLocaleString("en-US");
   return value.toFixed(Math.min(6, Math.max(0, places)));
 };
 const rounded = (value, places) => (absent(value) ? "-" : places === null ? digits(value) : value.toFixed(places));

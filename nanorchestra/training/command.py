@@ -16,7 +16,7 @@ from nanorchestra import settings
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import Config
 from nanorchestra.errors import nearest, require
-from nanorchestra.report.run import Run
+from nanorchestra.report.run import Run, path_of_run
 
 
 def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
@@ -34,12 +34,7 @@ def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
     config = settings.load_config(options.config or "nano", given)
     if options.dry_run:
         config = settings.scaled_down(config, str(NANO))
-    name = config.run.name
-    require(
-        name not in ("", ".", "..") and "/" not in name,
-        f"run.name is {name!r}; it must be the name of a directory, which {config.run.root} gets",
-    )
-    path = Path(config.run.root) / name
+    path = path_of_run(config.run.root, config.run.name, "run.name")
     # torchrun starts the same command again after a failure. The run's own config.toml has the
     # commit of its model, too.
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
@@ -80,11 +75,12 @@ class Stop:
     """Turns SIGINT and SIGTERM into a flag that is read between steps.
 
     A second SIGINT ends the process at once. SIGTERM may come twice: by way of torchrun too.
+    `says` is what is printed at the first one, as the run gets on.
     As a context manager it gives the signals back at its end.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked, self.says = False, "stopping after this step"
         self._before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) != signal.SIG_IGN:  # as a shell starts a job in background
@@ -102,7 +98,7 @@ class Stop:
             raise KeyboardInterrupt
         if not self.asked:
             self.asked = True
-            text = "stopping after this step; Ctrl-C again: at once"
+            text = f"{self.says}; Ctrl-C again: at once"
             if int(os.environ.get("WORLD_SIZE", 1)) > 1:
                 text += "; torchrun kills what has not ended after its --shutdown-timeout"
             tqdm.write(text, file=sys.stderr)

@@ -26,6 +26,7 @@ from nanorchestra.report.page import write_report
 from nanorchestra.report.run import Run, held_out_scores, table, to_toml
 from nanorchestra.report.watch import Watch, peak_memory_mb
 from nanorchestra.schemas import Json, check
+from nanorchestra.settings import is_dry_run
 from nanorchestra.training.build import device_and_dtype, fetch_policy
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.costs import peak_flops
@@ -69,8 +70,8 @@ class TrainingRun:
     """A run on this rank: its directory, progress, records and checkpoints.
 
     Makes the directory, or opens it if the run is `resumed`; that of an earlier dry run is replaced
-    if `dry_run`. `stop` has an attribute `asked`: whether to stop after the present step. UserError
-    if the directory is taken.
+    if `dry_run`. `stop.asked` says whether to stop after the present step, and `stop.says` becomes
+    what stops then. UserError if the directory is taken.
     """
 
     def __init__(
@@ -163,7 +164,13 @@ class TrainingRun:
         """Writes summary.json and the report, and prints the results."""
         self.checkpoints.wait()
         if self.ranks.first:
-            print(table(held_out_scores(results)))
+            if is_dry_run(self.config):
+                print(
+                    "dry run: the miniature's model after a few steps in small; the table shows "
+                    "that a run works, and its figures mean nothing"
+                )
+            tasks = self.config.evaluation.tasks
+            print(table(held_out_scores(results), f"on {tasks} held-out tasks"))
             summary = {
                 "seconds": self.elapsed,
                 "steps": self.progress.step,
@@ -203,8 +210,16 @@ class TrainingRun:
         disable = None if self.ranks.first else True
         return tqdm(total=total, initial=done, desc=label, unit=unit, disable=disable)
 
+    def held_out_bar(self, tasks: int, phase: str) -> tqdm:
+        """Returns the progress bar of the held-out tasks "before" or "after" GRPO."""
+        self.stop.says = "stopping after these held-out tasks"
+        if phase == "after":
+            self.stop.says = "no step is left: the run ends with these held-out tasks"
+        return self.bar(tasks, f"held-out tasks, {phase}", unit="task")
+
     def start_bar(self, steps: int) -> None:
         """Shows the progress of the present phase, which goes to `steps`, if any are left."""
+        self.stop.says = "stopping after this step"
         if self.progress.step >= steps:
             return
         self._bar = self.bar(steps, self.progress.phase.replace("_", " "), self.progress.step)

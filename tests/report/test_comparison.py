@@ -102,7 +102,13 @@ def test_the_page_is_written_where_all_attempts_cost_the_same(tmp_path):
 def test_the_tables_show_every_policy_and_how_sure_a_difference_is(tmp_path, opened):
     written(tmp_path / "one")
     text = opened(tmp_path / "one").inner_text("body")
-    for part in ("a/model", "perfect play", "50.0 ±10.0", "+0.100 [-, -] p = 0.200", "pass^2, %"):
+    for part in (
+        "a/model",
+        "perfect (the best",
+        "50.0 ±10.0",
+        "+0.100 [-, -] p = 0.200",
+        "pass^2, %",
+    ):
         assert part in text
     assert re.search(r"large\na/model\t0.10\t0.50\n", text) and f"Partial: {EVIL}" in text
     narrow = opened(tmp_path / "one", 390, "dark")

@@ -4,6 +4,8 @@ import math
 import re
 
 import pytest
+from matplotlib import style
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from test_browser import CUT, data_of, row
 
@@ -59,7 +61,12 @@ def test_everything_is_drawn_and_nothing_is_cut(run, opened, width, scheme):
     report(run)
     page = opened(run.path, width, scheme)
     text = page.inner_text("body")
-    for part in ("after GRPO", "always the strongest", "431 s (7.2 min)", "0.500 \u2192 0.500"):
+    for part in (
+        "after GRPO",
+        "strongest (always the expert",
+        "431 s (7.2 min)",
+        "0.500 \u2192 0.500",
+    ):
         assert part in text
     assert "NaN" not in text and "undefined" not in text
     titles = page.locator("figure .title").all_inner_texts()
@@ -90,6 +97,76 @@ def test_another_run_is_laid_over_the_curves_and_stays_when_the_page_reloads(run
     assert page.locator("tr.other").count() == 0
     page.set_input_files("input[type=file]", run.path / "config.toml")
     page.wait_for_selector("strong >> text=config.toml has no rows of metrics")
+
+
+def test_fingers_show_some_steps_larger_and_two_taps_all_again(run, opened):
+    """In all charts of the phase, as the mouse does; a page cannot be scrolled sideways by it."""
+    record(run, "whole")
+    report(run)
+    page = opened(run.path, 390, has_touch=True, is_mobile=True)
+    over = page.locator("figure", has_text="Turns per trajectory").locator(".u-over")
+    over.scroll_into_view_if_needed()
+    box, touch = over.bounding_box(), page.context.new_cdp_session(page)
+
+    def fingers(*paths):
+        """Moves fingers along their paths, from and to shares of the chart's width."""
+        for kind, part in (
+            ("touchStart", 0),
+            ("touchMove", 0.4),
+            ("touchMove", 1),
+            ("touchEnd", 1),
+        ):
+            places = [box["x"] + box["width"] * (a + (b - a) * part) for a, b in paths]
+            points = [{"x": x, "y": box["y"] + 50, "id": i} for i, x in enumerate(places)]
+            sent = {"type": kind, "touchPoints": points if kind != "touchEnd" else []}
+            touch.send("Input.dispatchTouchEvent", sent)
+        shown = "charts.filter(([f]) => f.closest('.tools, .health')).map(([, c]) => c.scales.x)"
+        ends = page.evaluate(f"{shown}.map(({{ min, max }}) => [min, max])")
+        assert len(ends) > 1 and all(each == ends[0] for each in ends), "all charts alike"
+        return ends[0]
+
+    assert fingers((0.5, 0.5)) == [1, 30]
+    assert fingers((0.25, 0.75)) == pytest.approx([8.25, 22.75], abs=0.5)
+    assert fingers((0.5, 0.5)) != [1, 30] and fingers((0.5, 0.5)) == [1, 30]
+    assert fingers((0.4, 0.2), (0.6, 0.8)) == pytest.approx([10.7, 20.3], abs=0.5)
+    assert fingers((0.2, 0.4), (0.8, 0.6)) == [1, 30], "never more than there is"
+    assert page.evaluate("scrollX") == 0
+    warm = page.evaluate(
+        "charts.filter(([f]) => f.closest('.warm_start')).map(([, c]) => c.scales.x)"
+    )
+    assert warm[0]["max"] == 30
+
+
+def test_every_line_of_a_chart_has_a_colour_or_dash_of_its_own(run, opened):
+    names = [f"tool{number:02}" for number in range(15)]
+    rows = [
+        SCORES
+        | {"phase": "grpo", "step": step}
+        | {"calls": {name: step + i for i, name in enumerate(names)}}
+        for step in (1, 2, 3)
+    ]
+    panel = plots.curves(rows, "tools")[0]
+    with style.context(plots.STYLE):
+        axis = Figure().subplots()
+        panel(axis)
+        drawn = {(to_rgb(line.get_color()), line.get_linestyle()) for line in axis.lines[1::2]}
+        assert len(drawn) == len(names)
+        axis = Figure().subplots()
+        plots.frontier({name: SCORES for name in names[:12]})(axis)
+        points = [bar.lines[0] for bar in axis.containers]
+        assert len({to_rgb(point.get_color()) for point in points}) == 12
+    for each in rows:
+        run.append("metrics", each)
+    report(run)
+    page = opened(run.path)
+    series = "charts.find(([f]) => f.innerText.startsWith('Calls per'))[1].series.slice(1)"
+    lines = page.evaluate(f"{series}.map(one => one.stroke() + '/' + (one.dash || []))")
+    assert len({*lines}) == len(names), lines
+    fills = page.evaluate(f"{series}.map(one => one.points.fill() === one.stroke())")
+    assert all(fills), "points are in the colour of their line, in the dark too"
+    marks = page.locator(".tools .u-legend").first.locator(".u-marker")
+    looks = marks.evaluate_all("all => all.slice(1).map(one => one.getAttribute('style'))")
+    assert len({*looks}) == len(names), looks
 
 
 def test_the_report_loads_nothing_and_runs_nothing(run, opened):

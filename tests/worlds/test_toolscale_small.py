@@ -16,7 +16,7 @@ from worlds.toolscale import small
 from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.dataset import teach
 from worlds.toolscale.domain import leaves
-from worlds.toolscale.invented import VOCABULARY
+from worlds.toolscale.invented import PEOPLE, VOCABULARY, invent
 from worlds.toolscale.planner import Planner
 from worlds.toolscale.program import parse_call
 from worlds.toolscale.small import small_world
@@ -160,6 +160,23 @@ def test_a_drawn_task_has_names_of_its_own_and_its_demonstration_scores(drawn_wo
 def _fields(result):
     """The names of the fields of a result, which is JSON or an error."""
     return re.findall(r'"([^"]+)": ', result.content)
+
+
+def test_an_invented_domain_has_no_tool_twice():
+    """A record is looked up by one tool and listed by one, and no two tools do or say the same."""
+    for seed in range(400):
+        drawn = invent(random.Random(seed))
+        assert invent(random.Random(seed)) == drawn
+        tools, reads = drawn["tools"].values(), []
+        for tool in tools:
+            if tool["kind"] == "read":
+                reads += re.findall(r"= (get|select)\((\w+)", tool["program"][0])
+        assert len({*reads}) == len(reads), reads
+        assert {table for _, table in reads} == {PEOPLE, *drawn["refs"]} == {*drawn["tables"]}
+        assert len({str((tool["arguments"], tool["program"])) for tool in tools}) == len(tools)
+        assert len({tool["description"] for tool in tools}) == len(tools)
+        said = [reference["by"][0] for reference in drawn["refs"].values()]
+        assert len({*said}) == len(said)
 
 
 def test_no_drawn_name_is_one_of_the_held_out_domains():

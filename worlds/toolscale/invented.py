@@ -150,22 +150,6 @@ class _Invention:
             self.key: ["owner", PEOPLE],
             STATE: ["enum", states],
         } | self.tables[table]["fields"]
-        listing = self._tool(
-            words["view_names"],
-            plural(noun).replace(" ", "_"),
-            "read",
-            self._described(words["list_desc"], noun),
-            {self.key: "string"},
-            [f"rows = select({table}, {self.key} == {self.key}, fields=[{key}])", "return rows"],
-        )
-        self.refs[table] = {
-            "own": self.key,
-            "id": self._filled(rng.choice(words["ids"]), NOUN=noun, KEY=key),
-            "by": [f"your {noun}"],
-            "find": [f"{listing}(me.{self.key})"],
-            "unknown": f"any {noun} number",
-            "again": rng.choice(("it", f"that {noun}", f"the {noun}")),
-        }
         listed = rng.random() < LISTED
         if not listed:
             within = f"'{name}': row"
@@ -200,14 +184,6 @@ class _Invention:
             "unknown": f"any {noun} number",
             "again": rng.choice(("it", f"that {noun}", f"the {noun}")),
         }
-        view = self._tool(
-            words["view_names"],
-            name,
-            "read",
-            self._described(words["view_desc"], noun, rng.choice(fields)),
-            {key: "string"},
-            [f"row = get({table}, {key})", "return row"],
-        )
         thing = (noun, name, key, table, read, fields)
         done = [self._verb(thing, verb) for verb in verbs]
         settable = [each for each in fields if each.draw[0] != "day"]
