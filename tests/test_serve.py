@@ -34,6 +34,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.report.terminal import Console
+from nanorchestra.training.trajectories import from_row, replay
 from worlds.miniature.ask import EXAMPLES
 from worlds.terminal import (
     COMMANDS,
@@ -150,6 +151,34 @@ def test_broken_calls_and_missing_answers_are_told(talk):
         terminal.handle(LAW)
         assert says in out() and terminal.status == ("none" in says or not terminal.last["answer"])
         assert "nothing (" not in out(), "what was not run is not billed"
+
+
+def test_an_answer_has_one_line_and_what_is_none_is_text(talk):
+    """What is said beside a call, and what is cut by a limit or Ctrl-C, was once an answer too."""
+    beside, half = think("t", "spy", "I look."), "<think>\nt\n</think>\n\nIt is ab"
+    for script, finish, stop, labels in (
+        ([beside, think("t", content="57")], "stop", False, "text call result think answer"),
+        ([half], "length", False, "text answer"),
+        ([half], "stop", True, "text answer"),
+    ):
+        terminal, out = talk(*script, tools=[spy()])
+        terminal.at_prompt, engine = True, terminal.rollout.engine
+        engine.finish, step = finish, engine.step
+
+        def stopped(engine=engine, step=step):
+            if engine.queue:
+                raise KeyboardInterrupt
+            return step()
+
+        engine.step = stopped if stop else step
+        terminal.handle("whatever")
+        seen = [line.split()[0] for line in out().splitlines() if line[2:3].strip()]
+        assert seen == ["think", *labels.split(), "cost"], out()
+        assert out().count("  answer ") == 1 and ("answer none" in out()) == (len(script) == 1)
+        replayed = Console(io.StringIO())
+        replay(from_row(terminal.last)[1], terminal.rollout.tokenizer, replayed.on_event)
+        replayed.rest()
+        assert replayed.screen.file.getvalue().count("  answer ") == (len(script) == 2)
 
 
 def test_commands(talk, nano_tokenizer):
@@ -527,7 +556,11 @@ def test_ask_answers_one_question_and_says_what_is_loaded(command_line):
     script = [think("t", "tool-ro-ta-vi"), think("t", content="57")]
     status, out, err = command_line("--ask", LAW, script=script)
     assert status == 0 and "answer 57" in out and "cost   $" in out
-    assert err.count("\n") == 1 and "assets/nano" in err and "the miniature" in err
+    assert err.count("\n") == 1 and "the miniature" in err
+    assert "assets/nano, float32 on cpu, context 2048, greedy sampling; " in err
+    assert serve.sampling_in_words({"temperature": 0.7, "top_p": 0.95, "top_k": 20}) == (
+        "temperature 0.7, top-p 0.95, top-k 20"
+    )
     status, out, _ = command_line("--ask", LAW, "--json", script=script)
     row = json.loads(out)
     assert status == 0 and row["answer"] == "57" and row["task"]["question"] == LAW
