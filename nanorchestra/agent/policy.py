@@ -29,7 +29,6 @@ from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import in_thread
 
-MESSAGE = re.compile(r'"(?:message|detail|error)"\s*:\s*"((?:[^"\\]|\\.)+)')  # of an error's body
 MENDS = (  # what mends a refusal, by words of it
     (r"^HTTP 401", "OPENAI_API_KEY must hold a key of this server"),
     (r"^HTTP 404", "is the model's name right, and does the URL end as the server's API, in /v1?"),
@@ -208,18 +207,9 @@ class EndpointConversation:
 
 
 def explained(problem: str) -> str:
-    """Returns what a server has refused in its own words, and what mends it if that is known.
-
-    Of a body of JSON only the message is kept.
-    """
-    status, body, _ = problem.partition("{")
-    message = MESSAGE.search(problem) if body and "HTTP" in status else None
-    said = problem
-    if message:
-        with contextlib.suppress(ValueError):
-            said = status + " ".join(json.loads(f'"{message[1]}"').split())
-    mends = (mend for words, mend in MENDS if re.search(words, said))
-    return "; ".join([said, *list(mends)[:1]])
+    """Returns what a server has refused in its own words, and what mends it if that is known."""
+    mends = (mend for words, mend in MENDS if re.search(words, problem))
+    return "; ".join([problem, *list(mends)[:1]])
 
 
 def read(message: Json) -> ParsedTurn:
