@@ -39,7 +39,7 @@ from typing import Any
 
 from nanorchestra.agent.environment import Tool
 from nanorchestra.agent.nested import Orchestrator
-from nanorchestra.errors import UserError, command, require
+from nanorchestra.errors import UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, check, schema_fault
@@ -233,7 +233,8 @@ class Catalogue:
         made += [replace(each, spending=self.spending) for each in given]
         for name, words in self.tables.get("profiles", {}).items():
             known = {tool.name: tool for tool in made}
-            require(name in known, f"{self.path}: profiles: there is no tool {name!r}")
+            wrong = f"{self.path}: profiles: there is no tool {name!r}{nearest(name, known)}"
+            require(name in known, wrong)
             known[name].description = f"{known[name].description.rstrip('. ')}. {words}"
         roles = [tool for tool in made if isinstance(tool, RoleTool)]
         helping = []
@@ -319,8 +320,9 @@ class Catalogue:
 
 
 def _known(table, name, where) -> Any:
-    """Returns an entry of a table. UserError lists those that there are."""
-    require(name in table, f"{where} is {name!r}; it must be one of {', '.join(table)}")
+    """Returns an entry of a table. UserError lists those that there are, and tells the nearest."""
+    right = f"it must be one of {', '.join(table)}{nearest(name, table)}"
+    require(name in table, f"{where} is {name!r}; {right}")
     return table[name]
 
 
