@@ -44,6 +44,7 @@ from nanorchestra.model.hub import Source, local_model
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.schemas import Json
 from nanorchestra.serving.options import parse
+from nanorchestra.tools.models import SERVED, TIMEOUT_S
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
@@ -139,7 +140,11 @@ def told(policy: Policy) -> str:
     price += " US dollars per million tokens"
     if policy.priced:
         price = "${input:g} in, ${output:g} out per million tokens".format(**policy.settings)
-    return f"{name} at {url}, temperature {policy.settings['temperature']:g}; {price}"
+    line = f"{name} at {url}, temperature {policy.settings['temperature']:g}; {price}"
+    if name.endswith(SERVED):
+        line += "; it plays a whole loop with tools of its own there, and shows nothing before its "
+        line += f"answer, which may take minutes, {TIMEOUT_S:g} s at most"
+    return line
 
 
 def sampling_in_words(sampling: dict[str, float]) -> str:
@@ -289,6 +294,8 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         spending = Spending(replies=replies)
         model = None if remote else source.path
         world = questions_of(model, options.tools, options.index, sandbox, spending)
+        if remote and title.endswith(SERVED) and not (options.tools or options.index):
+            world = OpenQuestions([])  # it has Python, or other tools, already
         if remote:
             rollout, about = policy.load(spending, 1), told(policy)
         else:

@@ -50,7 +50,7 @@ from nanorchestra.tools.failures import failed
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, RemoteIndex
-from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
+from nanorchestra.tools.models import SERVED, Endpoint, Expert, ExpertTool, tell_once
 from nanorchestra.tools.options import parse
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
@@ -316,6 +316,10 @@ class Catalogue:
         place = f"{self.path}: experts.{name}.endpoint"
         host = _known(self.endpoints, settings.pop("endpoint"), place)
         price = Price(*settings.pop("usd"))
+        if (model := settings["model"]).endswith(SERVED):
+            slow = f"{model} plays a whole loop on its server before it answers"
+            bound = f"{host.timeout_s:g} s at most, timeout_s of {place.partition(': ')[2]}"
+            tell_once(model, f"{where}: {slow}: a call may take minutes, {bound}")
         return Expert(alias, host, price=price, spending=self.spending, known_as=name, **settings)
 
 

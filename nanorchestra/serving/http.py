@@ -54,6 +54,7 @@ from nanorchestra.serving.protocol import (
 )
 from nanorchestra.serving.responses import ResponseWriter, read_request
 from nanorchestra.serving.service import Service
+from nanorchestra.tools.models import SERVED
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
@@ -173,7 +174,7 @@ class Server(uvicorn.Server):
         self.service, self.alone = Service(rollout.engine), name
         self.models = [] if rollout.engine is None else [name]
         if rollout.tokenizer.markers:
-            self.models.append(f"{name}+tools")
+            self.models.append(name + SERVED)
         self.grammars = Grammars(rollout.tokenizer)
         # A thread each: reading bodies holds the interpreter, which the engine needs too.
         self.small, self.large = (ThreadPoolExecutor(1, name) for name in ("small", "large"))
