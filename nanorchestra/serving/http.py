@@ -41,6 +41,8 @@ from nanorchestra.serving.connections import (
 from nanorchestra.serving.grammars import Grammars
 from nanorchestra.serving.orchestrate import MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import (
+    KEEP_ALIVE,
+    NOTHING_YET,
     OPENAPI,
     Choice,
     as_choices,
@@ -109,7 +111,9 @@ class ChunkWriter:
         """Yields the chunks as server-sent events."""
         begin = dumps(self.head)[:-1]
         async for chunk in chunks:
-            if self.has_usage or "usage" not in chunk:
+            if chunk == NOTHING_YET:
+                yield KEEP_ALIVE
+            elif self.has_usage or "usage" not in chunk:
                 yield b"data: %b,%b\n\n" % (begin, dumps(chunk)[1:])
         yield b"data: [DONE]\n\n"
 
