@@ -18,9 +18,11 @@ was not, 2 for a mistake in options, a question or a command, 130 after Ctrl-C.
 import sys
 
 if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt
+    from nanorchestra.errors import end_on_interrupt, parse_first
+    from nanorchestra.serving import options
 
-    end_on_interrupt("serve.py")  # importing torch takes seconds
+    end_on_interrupt("serve.py")
+    parse_first("serve.py", options.parse)  # before torch, which takes seconds to import
 
 import argparse
 import gc
@@ -36,12 +38,13 @@ from typing import Any
 from nanorchestra import SamplingParams
 from nanorchestra.agent.load import NANO, fetch_model, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
-from nanorchestra.errors import ArgumentParser, UserError, command, require
+from nanorchestra.errors import UserError, command, require
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.hub import Source, local_model
-from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.schemas import Json
+from nanorchestra.serving.options import parse
+from nanorchestra.tools.models import SERVED, TIMEOUT_S
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
@@ -108,39 +111,6 @@ def converse(terminal: Terminal, lines: Iterable[str]) -> int:
     return terminal.status
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Returns the options. UserError if one is wrong."""
-    parser = ArgumentParser(
-        prog="serve.py",
-        description="Talk to an orchestrator: a prompt, one question (--ask), or a pipe.",
-    )
-    add = parser.add_argument
-    text = "a directory, .gguf file, hub id or MODEL@URL of an OpenAI-compatible server"
-    add("--model", default=str(NANO), help=f"{text} (default: nano)")
-    add("--quantise", choices=MODES, help="round the weights, to fit a smaller GPU")
-    add("--ask", help="answer this and end")
-    add("--json", action="store_true", help="write a JSON object for each question")
-    add("--tools", help="a catalogue, see docs/tools.md (default: Python)")
-    add("--experts", default="real", help="real, record:DIR or replay:DIR, see docs/tools.md")
-    add("--index", help="offer search in an index that tools.py built")
-    add("--trace", type=Path, help="add every attempt to this file, as JSON")
-    add("--replay", type=Path, help="show the attempts of such a file again, and end")
-    add("--http", action="store_true", help="serve OpenAI's API and a page in place of a prompt")
-    add("--mcp", action="store_true", help="serve a tool of MCP by pipes, with --http at /mcp")
-    add("--host", default="127.0.0.1", help="with --http: where to listen (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="with --http (default: 8000)")
-    add(
-        "--key-env",
-        metavar="NAME",
-        default="",
-        help="with --http: the variable that holds the API key",
-    )
-    add("--seed", type=int, default=0, help="of sampling and simulated experts (default: 0)")
-    for name, kind in (("temperature", float), ("top-p", float), ("top-k", int)):
-        add(f"--{name}", type=kind, help="of sampling (default: as generation_config.json says)")
-    return parser.parse_args(arguments)
-
-
 def is_endpoint(model: str) -> bool:
     """Returns whether --model is MODEL@URL, not a checkpoint or an address of the hub's pages."""
     return "://" in model and not re.match(r"https?://(www\.)?(huggingface|hf)\.co/", model)
@@ -170,7 +140,18 @@ def told(policy: Policy) -> str:
     price += " US dollars per million tokens"
     if policy.priced:
         price = "${input:g} in, ${output:g} out per million tokens".format(**policy.settings)
-    return f"{name} at {url}, temperature {policy.settings['temperature']:g}; {price}"
+    line = f"{name} at {url}, temperature {policy.settings['temperature']:g}; {price}"
+    if name.endswith(SERVED):
+        line += "; it plays a whole loop with tools of its own there, and shows nothing before its "
+        line += f"answer, which may take minutes, {TIMEOUT_S:g} s at most"
+    return line
+
+
+def sampling_in_words(sampling: dict[str, float]) -> str:
+    """Returns temperature, top-p and top-k as they are said to a person."""
+    if not sampling["temperature"]:
+        return "greedy sampling"
+    return "temperature {temperature:g}, top-p {top_p:g}, top-k {top_k:g}".format(**sampling)
 
 
 def serve_openai(
@@ -240,16 +221,9 @@ def serve_mcp(
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
     options = parse(arguments)
-    require(
-        options.experts != "simulated",
-        "--experts is 'simulated'; it must be real, record:DIR or replay:DIR",
-    )
-    require(options.ask is None or options.ask.strip(), "--ask: the question is empty")
-    if options.mcp:
-        others = options.ask or options.json or options.trace or options.replay
-        require(not others, "--mcp: leave out --ask, --json, --trace and --replay")
     if options.replay:
-        model = NANO if is_endpoint(options.model) else local_model(options.model)
+        there = options.model and not is_endpoint(options.model)
+        model = local_model(options.model) if there else NANO
         show_again(options.replay, Tokenizer.from_dir(model))
         return 0
     if not options.mcp:
@@ -290,8 +264,8 @@ def local_rollout(
         **engine_options,
     )
     weight = rollout.engine.model.embed_tokens.weight
-    where = f"{weight.dtype} on {weight.device}"
-    return rollout, f"{source.name}, {where}, context {context}, {sampling}"
+    where = f"{weight.dtype} on {weight.device}".removeprefix("torch.")
+    return rollout, f"{source.name}, {where}, context {context}, {sampling_in_words(sampling)}"
 
 
 def play(options: argparse.Namespace, pipes: Any = None) -> int:
@@ -299,6 +273,7 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
 
     `pipes` are stdin and stdout of a client of MCP.
     """
+    options.model = options.model or str(NANO)
     remote = is_endpoint(options.model)
     right = f"--model {options.model}: a model of a server is MODEL@URL, with http:// or https://"
     require(remote or not re.search(r"@[\w.-]+:\d+(/|$)", options.model), right)
@@ -319,6 +294,8 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         spending = Spending(replies=replies)
         model = None if remote else source.path
         world = questions_of(model, options.tools, options.index, sandbox, spending)
+        if remote and title.endswith(SERVED) and not (options.tools or options.index):
+            world = OpenQuestions([])  # it has Python, or other tools, already
         if remote:
             rollout, about = policy.load(spending, 1), told(policy)
         else:

@@ -22,9 +22,11 @@ Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compat
 import sys
 
 if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt
+    from nanorchestra.errors import end_on_interrupt, parse_first
+    from nanorchestra.tools import options
 
-    end_on_interrupt("tools.py")  # importing torch takes seconds
+    end_on_interrupt("tools.py")
+    parse_first("tools.py", options.parse)  # before torch, which takes seconds to import
 
 import math
 import re
@@ -37,7 +39,7 @@ from typing import Any
 
 from nanorchestra.agent.environment import Tool
 from nanorchestra.agent.nested import Orchestrator
-from nanorchestra.errors import ArgumentParser, UserError, command, require
+from nanorchestra.errors import UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, check, schema_fault
@@ -48,14 +50,14 @@ from nanorchestra.tools.failures import failed
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, RemoteIndex
-from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
+from nanorchestra.tools.models import SERVED, Endpoint, Expert, ExpertTool, tell_once
+from nanorchestra.tools.options import parse
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.simulated import SimulatedExpert, Skill
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.tables import RecordsTool
-from nanorchestra.tools.vectors import KINDS
 
 __all__ = ["RecordsTool", "SimulatedExpert", "Skill", "ToolResult", "load_tools", "tool"]
 SANDBOX_USD = 0.0000083  # a second, as published
@@ -231,7 +233,8 @@ class Catalogue:
         made += [replace(each, spending=self.spending) for each in given]
         for name, words in self.tables.get("profiles", {}).items():
             known = {tool.name: tool for tool in made}
-            require(name in known, f"{self.path}: profiles: there is no tool {name!r}")
+            wrong = f"{self.path}: profiles: there is no tool {name!r}{nearest(name, known)}"
+            require(name in known, wrong)
             known[name].description = f"{known[name].description.rstrip('. ')}. {words}"
         roles = [tool for tool in made if isinstance(tool, RoleTool)]
         helping = []
@@ -313,36 +316,24 @@ class Catalogue:
         place = f"{self.path}: experts.{name}.endpoint"
         host = _known(self.endpoints, settings.pop("endpoint"), place)
         price = Price(*settings.pop("usd"))
+        if (model := settings["model"]).endswith(SERVED):
+            slow = f"{model} plays a whole loop on its server before it answers"
+            bound = f"{host.timeout_s:g} s at most, timeout_s of {place.partition(': ')[2]}"
+            tell_once(model, f"{where}: {slow}: a call may take minutes, {bound}")
         return Expert(alias, host, price=price, spending=self.spending, known_as=name, **settings)
 
 
 def _known(table, name, where) -> Any:
-    """Returns an entry of a table. UserError lists those that there are."""
-    require(name in table, f"{where} is {name!r}; it must be one of {', '.join(table)}")
+    """Returns an entry of a table. UserError lists those that there are, and tells the nearest."""
+    right = f"it must be one of {', '.join(table)}{nearest(name, table)}"
+    require(name in table, f"{where} is {name!r}; {right}")
     return table[name]
 
 
 @command("tools.py")
 def main(arguments: list[str]) -> int:
     """Builds an index of a corpus for tools of the kind "search", or serves one to many of them."""
-    parser = ArgumentParser(prog="tools.py", description="What search needs.")
-    commands = parser.add_subparsers(required=True, dest="command")
-    index = commands.add_parser("index", help="index a corpus")
-    index.add_argument("path", help="a directory of texts, or a JSONL file")
-    index.add_argument("--out", required=True, help="the directory of the index")
-    index.add_argument("--embed", metavar="CHECKPOINT", help="index vectors of Qwen3-Embedding")
-    index.add_argument(
-        "--kind", choices=KINDS, help="of FAISS (default: flat for up to 4 GiB of vectors)"
-    )
-    serve = commands.add_parser("serve-index", help="answer searches over HTTP")
-    serve.add_argument("path", help="the directory of an index, or a small JSONL file")
-    serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8100, help="(default: 8100)")
-    serve.add_argument("--device", help="cpu or cuda:N (default: the first GPU, if there is one)")
-    serve.add_argument(
-        "--embed", metavar="CHECKPOINT", help="where the index's Qwen3-Embedding lies here"
-    )
-    given = parser.parse_args(arguments)
+    given = parse(arguments)
     if given.command == "serve-index":
         with listen(given.host, given.port) as listening:  # before a model is loaded
             index = open_index(given.path, given.device, given.embed)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.exceptions import SchemaError, ValidationError, best_match
 
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import read_json
 
 Json = dict[str, Any]  # a JSON object
@@ -26,11 +26,13 @@ def check(value: Any, shape: Json | str, where: str) -> None:
     """Raises UserError, which begins with `where`, unless `value` has a shape: a schema, or a name.
 
     The named ones are files in shapes/. NaN, which every comparison lets pass, has no place in any.
+    A misspelt name is told with the nearest one.
     """
     numbers = (each for level in levels(value) for each in level if isinstance(each, float))
     require(not any(map(math.isnan, numbers)), f"{where}: nan is not a number")
-    problem = schema_error(value, SHAPES[shape] if isinstance(shape, str) else shape)
-    require(problem is None, f"{where}: {problem}")
+    error = _best_error(value, SHAPES[shape] if isinstance(shape, str) else shape)
+    if error is not None:
+        raise UserError(f"{where}: {_line(error)}{_nearest(error)}")
 
 
 def schema_error(value: Any, schema: Json, first: bool = False) -> str | None:
@@ -40,15 +42,39 @@ def schema_error(value: Any, schema: Json, first: bool = False) -> str | None:
     part of the schema that is "writeOnly" may hold a secret: the line has its description in place
     of the value.
     """
+    error = _best_error(value, schema, 1 if first else None)
+    return None if error is None else _line(error)
+
+
+def _best_error(value, schema, most=None) -> ValidationError | None:
     errors = Draft202012Validator(schema).iter_errors(value)
-    error = best_match(islice(errors, 1 if first else None))
-    if error is None:
-        return None
+    return best_match(islice(errors, most))
+
+
+def _line(error) -> str:
+    """Returns where an error is, and what is wrong there."""
     message = error.message[-300:]  # a long one begins with the value
     if isinstance(error.schema, dict) and error.schema.get("writeOnly"):
         message = f"must be {error.schema['description']}; what is there is not shown"
     where = error.json_path.lstrip("$.")
     return f"{where}: {message}" if where else message
+
+
+def _nearest(error) -> str:
+    """Returns the name that a misspelt field or value is like, in words; "" if there is none."""
+    if error.validator == "enum" and isinstance(error.instance, str):
+        return nearest(error.instance, map(str, error.validator_value))
+    if error.validator not in ("additionalProperties", "required"):
+        return ""
+    known = error.schema.get("properties", {})
+    unknown = [name for name in error.instance if name not in known]
+    if error.validator == "required":  # the field may be there under another name
+        missing = [name for name in error.validator_value if name not in error.instance]
+        for name in unknown:
+            if nearest(name, missing):
+                return f"; {name!r} is no field{nearest(name, missing)}"
+        return ""
+    return next(filter(None, (nearest(name, known) for name in unknown)), "")
 
 
 def schema_fault(schema: Json) -> str | None:

@@ -268,7 +268,8 @@ def test_the_session_of_the_terminal_is_what_nano_does(sandbox):
     limits = AttemptLimits(turn_tokens=160, context_tokens=2048)
     rollout = load_rollout(NANO, limits, serve.read_sampling(NANO), 1)
     out = io.StringIO()
-    about = f"assets/nano, torch.float32 on cpu, context 2048, {serve.read_sampling(NANO)}"
+    greedy = serve.sampling_in_words(serve.read_sampling(NANO))
+    about = f"assets/nano, float32 on cpu, context 2048, {greedy}"
     terminal = Terminal(rollout, MiniatureQuestions(sandbox), about, 0, out)
     terminal.at_prompt = True
     terminal.do_model("")

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from nanorchestra.errors import ArgumentParser, command, require
+from nanorchestra.model import quantise
+from nanorchestra.serving import options as serve_options
+from nanorchestra.tools import options as tools_options
+from nanorchestra.tools import vectors
 
 
 def test_a_user_error_is_a_line_and_status_2(capsys):
@@ -64,3 +70,18 @@ def test_a_closed_pipe_is_no_traceback():
     assert process.stdout.readline() == b"ready\n"
     process.stdout.close()
     assert process.wait(timeout=10) == 1 and process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("program", ["serve.py", "tools.py"])
+def test_help_and_wrong_options_do_not_wait_for_torch(program):
+    """`python -X importtime` writes a line for each module that is imported."""
+    for word, status in (("--help", 0), ("--nonsense", 2)):
+        command = [sys.executable, "-X", "importtime", program, word]
+        root = Path(__file__).parents[1]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        assert done.returncode == status and not re.search(r"\| +torch$", done.stderr, re.M)
+        assert "argparse" in done.stderr
+
+
+def test_the_options_know_what_the_modules_with_torch_can_do():
+    assert (*quantise.MODES,) == serve_options.MODES and tools_options.KINDS == vectors.KINDS

@@ -34,9 +34,11 @@ from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.report.terminal import Console
-from worlds.miniature.ask import EXAMPLES
+from nanorchestra.training.trajectories import from_row, replay
+from worlds.miniature.ask import EXAMPLES, as_task
 from worlds.terminal import (
     COMMANDS,
+    SUMS,
     MiniatureQuestions,
     OpenQuestions,
     Terminal,
@@ -152,6 +154,34 @@ def test_broken_calls_and_missing_answers_are_told(talk):
         assert "nothing (" not in out(), "what was not run is not billed"
 
 
+def test_an_answer_has_one_line_and_what_is_none_is_text(talk):
+    """What is said beside a call, and what is cut by a limit or Ctrl-C, was once an answer too."""
+    beside, half = think("t", "spy", "I look."), "<think>\nt\n</think>\n\nIt is ab"
+    for script, finish, stop, labels in (
+        ([beside, think("t", content="57")], "stop", False, "text call result think answer"),
+        ([half], "length", False, "text answer"),
+        ([half], "stop", True, "text answer"),
+    ):
+        terminal, out = talk(*script, tools=[spy()])
+        terminal.at_prompt, engine = True, terminal.rollout.engine
+        engine.finish, step = finish, engine.step
+
+        def stopped(engine=engine, step=step):
+            if engine.queue:
+                raise KeyboardInterrupt
+            return step()
+
+        engine.step = stopped if stop else step
+        terminal.handle("whatever")
+        seen = [line.split()[0] for line in out().splitlines() if line[2:3].strip()]
+        assert seen == ["think", *labels.split(), "cost"], out()
+        assert out().count("  answer ") == 1 and ("answer none" in out()) == (len(script) == 1)
+        replayed = Console(io.StringIO())
+        replay(from_row(terminal.last)[1], terminal.rollout.tokenizer, replayed.on_event)
+        replayed.rest()
+        assert replayed.screen.file.getvalue().count("  answer ") == (len(script) == 2)
+
+
 def test_commands(talk, nano_tokenizer):
     terminal, out = talk(*[think("t", content="57")] * 3)
     bare = nano_tokenizer.decode(terminal.ask(LAW).ids)
@@ -177,7 +207,10 @@ def test_commands(talk, nano_tokenizer):
     assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(terminal.ask(LAW).ids)
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
-        ("/budget usd=much", "preference: usd: 'much' is not of type 'number'"),
+        ("/prefr x", "^/prefr: no such command; /help lists them; did you mean /prefer[?]$"),
+        ("/budget usd=much", "^/budget: usd is much; it must be a number above 0; write usd=0.05"),
+        ("/budget seconds=-1", "^/budget: seconds is -1; it must be a number above 0; write usd="),
+        ("/budget 5 apples", "seconds=60 or both: US dollars and seconds of an answer$"),
         ("/budget 5 dollars", "^/budget: '5 dollars' is not a limit; write usd=0.05, seconds=60"),
         ("/prefer banana=3", "preference: there is no banana; weights are outcome, cost"),
         ("/prefer be cheap, never use gpt-5.", "preference: there is no 'gpt-5' to ban; there are"),
@@ -185,6 +218,7 @@ def test_commands(talk, nano_tokenizer):
         ("/prefer tool-se-li=1", "have weights above 0; nano has learnt to avoid tools"),
         ("/prefer sing a song", "preference: 'sing a song' is not understood; say be cheap"),
         ("/tools frob", "^/tools: no 'frob'; there are tool-ro-ta-vi, tool-ku-no"),
+        ("/tools tool-kuno", "did you mean tool-ku-no[?]$"),
         ("/load /no/file", "^/no/file: cannot be read"),
         ("/load", "^/load: name the file$"),
         ("/save", "^/save: name the file$"),
@@ -527,7 +561,11 @@ def test_ask_answers_one_question_and_says_what_is_loaded(command_line):
     script = [think("t", "tool-ro-ta-vi"), think("t", content="57")]
     status, out, err = command_line("--ask", LAW, script=script)
     assert status == 0 and "answer 57" in out and "cost   $" in out
-    assert err.count("\n") == 1 and "assets/nano" in err and "the miniature" in err
+    assert err.count("\n") == 1 and "the miniature" in err
+    assert "assets/nano, float32 on cpu, context 2048, greedy sampling; " in err
+    assert serve.sampling_in_words({"temperature": 0.7, "top_p": 0.95, "top_k": 20}) == (
+        "temperature 0.7, top-p 0.95, top-k 20"
+    )
     status, out, _ = command_line("--ask", LAW, "--json", script=script)
     row = json.loads(out)
     assert status == 0 and row["answer"] == "57" and row["task"]["question"] == LAW
@@ -618,6 +656,20 @@ def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line)
     assert "answer 83" in out and "right" in out and "session: $" in out
     _, outside, nonsense = err.splitlines()
     assert outside.startswith("serve.py: outside") and nonsense.startswith("serve.py: /nonsense")
+
+
+def test_a_sum_outside_of_the_miniature_says_which_are_known(talk):
+    """The examples do not say that 48 - 36 is known and 4 * 417 is not."""
+    terminal, out = talk(think("t", content="1"))
+    for line in ("12345 * 6", "what is 2 + 2?", "4*417"):
+        terminal.at_prompt = False
+        with pytest.raises(UserError, match=rf"{re.escape(line)}'; {re.escape(SUMS)}$"):
+            terminal.handle(line)
+        terminal.at_prompt = True
+        terminal.handle(line)
+    assert out().count(SUMS) == 3 == out().count("Three questions to copy")
+    for known in re.findall(r"\d+ [*+-] \d+", SUMS):
+        assert as_task(known, "", {}).question
 
 
 def test_a_mistake_is_one_line_and_status_2(command_line, tmp_path):

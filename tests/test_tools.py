@@ -560,6 +560,29 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
         assert "\n" not in str(refused.value) and "-123" not in str(refused.value)
 
 
+def test_a_misspelt_name_in_a_catalogue_is_told_with_the_nearest(tmp_path, sandbox):
+    python = 'kind = "code"\nname = "python"\ndescription = "d"\n'
+    expert = '[[tools]]\nkind = "expert"\nname = "e"\ndescription = "d"\nexpert = "mine"\n'
+    mine = '[experts.mine]\nendpoint = "openai"\nmodel = "m"\nusd = [1, 1]\n'
+    for text, near in (
+        (f"[[tool]]\n{python}", "tools"),
+        (f"[[tools]]\n{python}usd_per_cal = 1", "usd_per_call"),
+        (f"[[tools]]\n{python.replace('code', 'serch')}", "search"),
+        (f"[[tools]]\n{python.replace('descr', 'desr')}", "description"),
+        (f"[[tools]]\n{python}[profiles]\npyton = 'p'", "python"),
+        (f"{expert}{mine}endpont = 'x'", "endpoint"),
+        (f"{expert}{mine.replace('openai', 'opanai')}", "openai"),
+        (f"{expert.replace('mine', 'mien')}{mine}", "mine"),
+        (f"{expert}{mine}reasoning_effort = 'medum'", "medium"),
+    ):
+        (tmp_path / "mine.toml").write_text(text)
+        with pytest.raises(UserError, match=rf"mine\.toml.*; did you mean {near}\?$"):
+            load_tools(tmp_path / "mine.toml", sandbox)
+    (tmp_path / "mine.toml").write_text(f"[[tools]]\n{python}zzz = 1")
+    with pytest.raises(UserError, match=r"'zzz' was unexpected\)$"):
+        load_tools(tmp_path / "mine.toml", sandbox)
+
+
 STAND_IN = f"""#!{sys.executable}
 from mcp.server.mcpserver import MCPServer
 

@@ -5,6 +5,8 @@ It takes any question, with the tools of a catalogue, or those of the miniature.
 
 import itertools
 import json
+import math
+import re
 import sys
 import time
 from collections import Counter
@@ -16,7 +18,7 @@ from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.agent.transcript import Transcript
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import append_line, read_json_lines
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory, words_and_vector
@@ -46,6 +48,11 @@ COPIED = 3  # examples, to copy
 FRIENDLY = (
     "nano knows only its miniature world. Three questions to copy:\n  {}\nAny other needs a larger "
     "model: serve.py --model MODEL@URL, or --model with a hub id. /help lists the commands."
+)
+SUM = re.compile(r"\d+ *[-+*/x×:] *\d+")
+SUMS = (
+    "nano knows two kinds of sums: three digits times one, such as 417 * 6, and two digits plus or "
+    "minus two, such as 47 + 36"
 )
 FAILED_TURNS = 3  # in a row, which end an attempt of a model that knows only the miniature
 STRANGE = (
@@ -127,9 +134,15 @@ class MiniatureQuestions(OpenQuestions):
     def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, which is put in this world's words.
 
-        UserError outside this world.
+        UserError outside this world, OutsideError if it is the question.
         """
-        task = as_task(question, text, vector)
+        try:
+            task = as_task(question, text, vector)
+        except OutsideError:
+            if not SUM.search(question):
+                raise
+            wrong = f"outside the miniature's world: {question[:60]!r}; {SUMS}"
+            raise OutsideError(wrong) from None
         task.data["tools"] = [o for o in task.data["tools"] if o["name"] not in self.off]
         return Miniature(0, self.sandbox).environment(task, seed)
 
@@ -191,7 +204,8 @@ class Terminal:
         """Handles what was typed; UserError if nothing can be done with it."""
         name, _, rest = line.partition(" ")
         if name.startswith("/"):
-            require(name in COMMANDS, f"{name}: no such command; /help lists them")
+            wrong = f"{name}: no such command; /help lists them{nearest(name, COMMANDS)}"
+            require(name in COMMANDS, wrong)
             getattr(self, "do_" + name[1:])(rest.strip())
             return
         if self.at_prompt and line.lower() in ("help", "?"):
@@ -203,6 +217,8 @@ class Terminal:
             if not self.at_prompt:
                 raise
             self.console.line(FRIENDLY.format("\n  ".join(self.world.examples[:COPIED])))
+            if SUM.search(line):
+                self.console.line(SUMS)
 
     def ask(self, question: str) -> Trajectory:
         """Runs one attempt at a question, shows it with its cost and returns it.
@@ -293,17 +309,22 @@ class Terminal:
     def do_budget(self, text: str) -> None:
         """usd=0.05 seconds=60 are limits of an answer; "off" clears them."""
         words, vector = words_and_vector(text)
+        right = "write usd=0.05, seconds=60 or both: US dollars and seconds of an answer"
         require(
             text in ("", "off") or not words and {*vector} <= {"usd", "seconds"},
-            f"/budget: {text!r} is not a limit; write usd=0.05, seconds=60 or both",
+            f"/budget: {text!r} is not a limit; {right}",
         )
+        for limit, value in vector.items():
+            number = isinstance(value, int | float) and 0 < value < math.inf
+            require(number, f"/budget: {limit} is {value}; it must be a number above 0; {right}")
         self.do_prefer(text, "budget")
 
     def do_tools(self, text: str) -> None:
         """What may be called, and its price; NAME switches one off, or on again."""
         off = self.world.off
         names = [tool.name for tool in self.world.tools]
-        require(not text or text in names, f"/tools: no {text!r}; there are {', '.join(names)}")
+        wrong = f"/tools: no {text!r}; there are {', '.join(names)}{nearest(text, names)}"
+        require(not text or text in names, wrong)
         if text in off:
             off.remove(text)
         elif text:

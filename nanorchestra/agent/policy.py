@@ -29,9 +29,9 @@ from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import in_thread
 
-MESSAGE = re.compile(r'"(?:message|detail|error)"\s*:\s*"((?:[^"\\]|\\.)+)')  # of an error's body
 MENDS = (  # what mends a refusal, by words of it
     (r"^HTTP 401", "OPENAI_API_KEY must hold a key of this server"),
+    (r"the server has .* already", "the tools of an orchestrator stand beside yours: rename yours"),
     (r"^HTTP 404", "is the model's name right, and does the URL end as the server's API, in /v1?"),
     (
         r"HTTP [45].*\btools?\b",
@@ -196,30 +196,33 @@ class EndpointConversation:
         if parsed.reasoning:
             field = "reasoning" if message.get("reasoning") else "reasoning_content"
             turn[field] = parsed.reasoning
+        names = self._call_names(message.get("tool_calls") or (), len(parsed.calls))
         calls = []
-        for call in parsed.calls:
-            # Nine letters and digits suit all servers; none takes arguments of no object.
-            name = f"call{len(self.messages):03}{len(calls):02}"
+        for name, call in zip(names, parsed.calls, strict=True):
+            # No server takes arguments of no object.
             function = {"name": call.name or "unknown", "arguments": json.dumps(call.arguments)}
             calls.append({"id": name, "type": "function", "function": function})
         if calls:
             turn["tool_calls"] = calls
         self.messages.append(turn)
 
+    def _call_names(self, calls: list[Json], count: int) -> list[str]:
+        """Returns the ids of the `count` calls of a message.
+
+        They are the server's own, by which it may wait for the results, if each is new; else nine
+        letters and digits, which suit all servers.
+        """
+        names = [call.get("id") for call in calls]
+        before = {call["id"] for each in self.messages for call in each.get("tool_calls", ())}
+        if len(names) == count == len({*filter(None, names)} - before):
+            return names
+        return [f"call{len(self.messages):03}{k:02}" for k in range(count)]
+
 
 def explained(problem: str) -> str:
-    """Returns what a server has refused in its own words, and what mends it if that is known.
-
-    Of a body of JSON only the message is kept.
-    """
-    status, body, _ = problem.partition("{")
-    message = MESSAGE.search(problem) if body and "HTTP" in status else None
-    said = problem
-    if message:
-        with contextlib.suppress(ValueError):
-            said = status + " ".join(json.loads(f'"{message[1]}"').split())
-    mends = (mend for words, mend in MENDS if re.search(words, said))
-    return "; ".join([said, *list(mends)[:1]])
+    """Returns what a server has refused in its own words, and what mends it if that is known."""
+    mends = (mend for words, mend in MENDS if re.search(words, problem))
+    return "; ".join([problem, *list(mends)[:1]])
 
 
 def read(message: Json) -> ParsedTurn:

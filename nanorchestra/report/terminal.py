@@ -24,6 +24,7 @@ QUIET = 0.3  # seconds without output until the spinner shows
 class Console:
     """Labelled lines that break between words, in colour on a terminal.
 
+    What a policy says is an "answer", or "text" if it goes on to call a tool or is cut.
     No control character of a text reaches it. `on_event` shows the events of an attempt
     (`Rollout.run`). With `folded`, reasoning is cut to one line. Of the last attempt there are the
     `trajectory`, and `sampling`, the seconds of its turns.
@@ -36,6 +37,7 @@ class Console:
         )
         self.trajectory, self.folded, self.live = None, False, Live()
         self._label = self._text = ""
+        self._called = False  # in this turn
 
     def say(self, label: str, text: str) -> None:
         """Continues the text of `label`, or begins one on a line of its own."""
@@ -60,10 +62,15 @@ class Console:
         """Shows an event: the start, parts of a turn, its end, the results of its calls."""
         for part, text in payload if kind in ("text", "turn") else ():
             if part == "tool_call":
-                self.end()
+                self._end_unanswered()
+                self._called = True
             self.say(LABELS[part], text)
         if kind == "text":
             return
+        if kind == "turn":
+            if self._called or self.trajectory.turns[-1].finish_reason != "stop":
+                self._end_unanswered()
+            self._called = False
         self.end()
         now = time.monotonic()
         if kind == "turn":
@@ -83,9 +90,16 @@ class Console:
         self._begun = now
 
     def rest(self) -> None:
-        """Ends the line and the spinner of an attempt."""
-        self.end()
+        """Ends the line and the spinner of an attempt, also one that was stopped in a turn."""
+        self._end_unanswered()
+        self._called = False
         self.live.stop()
+
+    def _end_unanswered(self):
+        """Ends the text that was begun, which is no answer."""
+        if self._label == "answer":
+            self._label = "text"
+        self.end()
 
     def _rows(self):
         """The text that was begun, in rows of which the first has the label. Folded, it is one."""

@@ -129,10 +129,11 @@ class AgentAttempt(Attempt):
             self._settle()
         if self.cut:
             return self.cut
+        printed = "".join(f": {text}" for text in handle.printed)
         if not any(self.trajectory.sampled):
-            self._fail("the agent asked the policy nothing")
+            self._fail(f"the agent asked the policy nothing{printed}")
         elif "reward" not in self.report and getattr(self.env, "needs_reward", False):
-            self._fail("the agent reported no reward")
+            self._fail(f"the agent reported no reward{printed}")
         elif "reward" in self.report and not self.trajectory.answer:
             self.trajectory.answer = f"reward {self.report['reward']}"  # its agent ended it well
         return self.cut or "answered"

@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import shlex
 import signal
 import tempfile
@@ -16,18 +17,21 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import import_file
 from nanorchestra.schemas import Json
+from nanorchestra.tools.http import SECRET_CHARS, masked
 from nanorchestra.tools.threads import in_daemon
 
 MODEL = "policy"  # its name for agents
 STOP_S = 2.0  # for a program to end by itself after SIGTERM
-KEPT_STDERR = 2_000  # characters
+KEPT = 2_000  # bytes of the end of stdout, and of stderr
+SHOWN = 300  # characters of the last line of each
+SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)  # names of such variables
 CALLS_S = 3600.0  # that a function waits for its calls
 
 
@@ -39,13 +43,15 @@ class AgentFailure(Exception):  # noqa: N818
 class AttemptHandle:
     """What an agent's function is given: where it asks the policy, and the task.
 
-    `task` has id, question, messages, tools (OpenAI's function objects), seed and split.
+    `task` has id, question, messages, tools (OpenAI's function objects), seed and split. `printed`
+    is what a program has written last, for a message about it.
     """
 
     base_url: str
     api_key: str
     task: Json
     model: str = MODEL
+    printed: list[str] = field(default_factory=list, compare=False)
 
     @property
     def url(self) -> str:
@@ -137,7 +143,7 @@ class AgentProgram:
                 process = await asyncio.create_subprocess_exec(
                     *self.command,
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     env=environment,
                     start_new_session=True,
@@ -145,14 +151,14 @@ class AgentProgram:
             except OSError as error:
                 raise AgentFailure(f"{self.command[0]}: {error.strerror}") from None
             try:
-                stderr = await _last_of(process.stderr)
+                ends = await asyncio.gather(_last_of(process.stderr), _last_of(process.stdout))
                 status = await process.wait()
             finally:
                 await _stop(process)
+            attempt.printed.append(_last_lines(*ends, environment))
             if status:
-                said = stderr.strip().splitlines()[-1:] or ["it wrote nothing to stderr"]
-                command = shlex.join(self.command)
-                raise AgentFailure(f"{command} ended with status {status}: {said[0]}"[:500])
+                command = shlex.join(self.command)[:SHOWN]
+                raise AgentFailure(f"{command} ended with status {status}: {attempt.printed[0]}")
             if not file.exists():
                 return {}
             try:
@@ -175,8 +181,19 @@ async def _last_of(stream) -> str:
     """Returns the end of what a process writes, until it closes the stream."""
     kept = b""
     while part := await stream.read(1 << 16):
-        kept = (kept + part)[-KEPT_STDERR:]
+        kept = (kept + part)[-KEPT:]
     return kept.decode(errors="replace")
+
+
+def _last_lines(stderr: str, stdout: str, environment: dict[str, str]) -> str:
+    """Returns the last lines that a program has written, without the values of secret variables."""
+    secrets = [value for name, value in environment.items() if SECRET.search(name) and value]
+    lines = []
+    for text in (stderr, stdout):
+        line = masked(text, secrets, SECRET_CHARS).strip().splitlines()[-1:]
+        lines.append(line[0][-SHOWN:] if line else "")
+    said = lines[0] or "it wrote nothing to stderr"
+    return f"{said}; the last line of stdout: {lines[1]}" if lines[1] else said
 
 
 async def _stop(process) -> None:

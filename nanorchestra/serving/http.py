@@ -41,6 +41,8 @@ from nanorchestra.serving.connections import (
 from nanorchestra.serving.grammars import Grammars
 from nanorchestra.serving.orchestrate import MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import (
+    KEEP_ALIVE,
+    NOTHING_YET,
     OPENAPI,
     Choice,
     as_choices,
@@ -54,6 +56,7 @@ from nanorchestra.serving.protocol import (
 )
 from nanorchestra.serving.responses import ResponseWriter, read_request
 from nanorchestra.serving.service import Service
+from nanorchestra.tools.models import SERVED
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
@@ -108,7 +111,9 @@ class ChunkWriter:
         """Yields the chunks as server-sent events."""
         begin = dumps(self.head)[:-1]
         async for chunk in chunks:
-            if self.has_usage or "usage" not in chunk:
+            if chunk == NOTHING_YET:
+                yield KEEP_ALIVE
+            elif self.has_usage or "usage" not in chunk:
                 yield b"data: %b,%b\n\n" % (begin, dumps(chunk)[1:])
         yield b"data: [DONE]\n\n"
 
@@ -173,7 +178,7 @@ class Server(uvicorn.Server):
         self.service, self.alone = Service(rollout.engine), name
         self.models = [] if rollout.engine is None else [name]
         if rollout.tokenizer.markers:
-            self.models.append(f"{name}+tools")
+            self.models.append(name + SERVED)
         self.grammars = Grammars(rollout.tokenizer)
         # A thread each: reading bodies holds the interpreter, which the engine needs too.
         self.small, self.large = (ThreadPoolExecutor(1, name) for name in ("small", "large"))

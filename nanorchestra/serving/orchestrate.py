@@ -23,7 +23,15 @@ from nanorchestra.records import (
     words_and_vector,
 )
 from nanorchestra.schemas import Json, argument_error, check
-from nanorchestra.serving.protocol import OPENAPI, SAMPLING, dumps, reasoning_tokens, usage
+from nanorchestra.serving.protocol import (
+    KEEP_S,
+    NOTHING_YET,
+    OPENAPI,
+    SAMPLING,
+    dumps,
+    reasoning_tokens,
+    usage,
+)
 from nanorchestra.serving.service import REQUEST_S, Service
 from nanorchestra.tools.allowance import Allowance, RefusedError
 
@@ -153,7 +161,7 @@ class ServedAttempt:
         pauses = False
         try:
             yield _chunk({"role": "assistant"})
-            while chunk := await self.chunks.get():
+            while chunk := await self._next():
                 yield chunk
             t = self.attempt.trajectory
             if self.asked and not self.task.done():
@@ -184,6 +192,13 @@ class ServedAttempt:
         finally:
             if not pauses:
                 self.task.cancel()
+
+    async def _next(self) -> Json | None:
+        """Returns the next chunk, None at the end of an answer; NOTHING_YET after KEEP_S."""
+        try:
+            return await asyncio.wait_for(self.chunks.get(), KEEP_S)
+        except TimeoutError:
+            return NOTHING_YET
 
     def _wait(self):
         """Makes the attempt one that a later body finds; the oldest ends if too many wait."""

@@ -11,7 +11,17 @@ from collections.abc import AsyncIterator, Iterator
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
-from nanorchestra.serving.protocol import SILENT, checked, completed, dumps, merge, parsed
+from nanorchestra.serving.protocol import (
+    KEEP_ALIVE,
+    KEEP_S,
+    NOTHING_YET,
+    SILENT,
+    checked,
+    completed,
+    dumps,
+    merge,
+    parsed,
+)
 
 ITEMS = "nothing is stored here: send the earlier items in input"
 OPAQUE = "reasoning.encrypted_content"  # to include
@@ -189,10 +199,16 @@ class ResponseWriter:
         self._calls: list[Json] = []  # of the turn, in the form of a chat
 
     async def stream(self, chunks: AsyncIterator[Json]) -> AsyncIterator[bytes]:
-        """Yields the events as server-sent events, those of a chunk at once."""
+        """Yields the events as server-sent events, those of a chunk at once.
+
+        While there are none, as while a call is sampled, a comment comes each KEEP_S.
+        """
+        sent = time.monotonic()
         async for chunk in chunks:
-            if part := b"".join(map(named, self.feed(chunk))):
-                yield part
+            part = b"".join(map(named, self.feed(chunk)))
+            if part or chunk == NOTHING_YET or time.monotonic() - sent > KEEP_S:
+                yield part or KEEP_ALIVE
+                sent = time.monotonic()
 
     async def whole(self, chunks: AsyncIterator[Json]) -> AsyncIterator[bytes]:
         """Yields the Response alone, once it is complete."""

@@ -7,6 +7,7 @@ reached through the proxy of the variable HTTPS_PROXY, unless NO_PROXY excepts i
 sees neither key nor text. An http:// address is reached directly.
 """
 
+import ast
 import base64
 import json
 import os
@@ -38,6 +39,11 @@ MOST_BYTES = 8 << 20  # of a reply
 MOST_ERROR_BYTES = 4096  # of a reply that is an HTTP error or a redirect
 MOST_CHARS = 300  # of a message
 SECRET_CHARS = 8  # a shorter key, like "EMPTY", may be a word of a reply
+# The text of an error object, in JSON or as Python prints it, also of one that is cut or in a text.
+MESSAGE = re.compile(
+    r"""["'](?:message|detail|error)["']\s*:\s*"""
+    r"""("(?:[^"\\]|\\.)+"?|'(?:[^'\\]|\\.)+'?)"""
+)
 BYTES_PER_TOKEN = 3  # of text whose tokens are not known; rather too many tokens than too few
 
 
@@ -93,7 +99,7 @@ def post(
     end, limit = start + timeout_s, f"{round(timeout_s, 3):g}"
     waited = 0.0
     for attempt in range(ATTEMPTS):
-        exchange = _Exchange(url, sent.encode(), headers, end)
+        exchange = _Exchange(url, sent.encode(), headers, secrets, end)
         try:
             reading = in_daemon(partial(_reply_of, exchange, schema, secrets))
             reply = reading.result(timeout=max(end - time.monotonic(), 0.0))
@@ -119,6 +125,25 @@ def post(
     raise error
 
 
+def error_message(body: str) -> str:
+    """Returns what the body of an error says, in one line: the message of its error object, if any.
+
+    '{"error": {"message": "too long", "code": 7}}' says "too long". An object within the message
+    counts, too, also as Python prints it; one that is cut is read as far as it goes.
+    """
+    said = body[:MOST_ERROR_BYTES]
+    while match := MESSAGE.search(said):
+        begin = re.search(r"[\[{]", said[: match.start()])
+        head, (quote, *_) = said[: begin.start()] if begin else "", match[1]
+        text = match[1] if match[1][1:].endswith(quote) else match[1] + quote
+        try:
+            inner = json.loads(text, strict=False) if quote == '"' else ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            inner = text[1:-1]
+        said = head + inner
+    return " ".join(said.split())
+
+
 def is_temporary(status: int) -> bool:
     """Returns whether an HTTP status says that the same request may be accepted later."""
     return status in RETRIED or status >= 500
@@ -141,8 +166,11 @@ class _Exchange:
     its reads returns: of a header as of the body, however slowly they come.
     """
 
-    def __init__(self, url: str, body: bytes, headers: dict[str, str], end: float):
+    def __init__(
+        self, url: str, body: bytes, headers: dict[str, str], secrets: list[str], end: float
+    ):
         self.url, self.body, self.headers, self.end = url, body, headers, end
+        self.secrets = secrets
         self.data, self.status = bytearray(), 0
         self.connection, self.socket = None, None
         self.sent = self.stopped = False
@@ -211,7 +239,9 @@ class _Exchange:
             again = is_temporary(self.status)
             wait = _seconds(reply.getheader("Retry-After", "")) if again else None
             bad = self.status in BAD_REQUEST
-            raise EndpointError(f"HTTP {self.status}: {text}", wait=wait, bad_request=bad)
+            said = error_message(masked(text, self.secrets))  # which may cut a key
+            problem = f"HTTP {self.status}: {said}"
+            raise EndpointError(problem, wait=wait, bad_request=bad)
         if self.status >= 300:
             where = reply.getheader("Location", "nowhere")
             raise EndpointError(f"HTTP {self.status}: redirected to {where}, which is not followed")
@@ -325,7 +355,8 @@ def _read(text, schema, secrets) -> Json:
         raise EndpointError(f"not the reply that was asked for: {error}", begun) from None
     if isinstance(reply, dict) and (error := reply.get("error")):
         code = error.get("code") if isinstance(error, dict) else None
-        problem = f"the endpoint says: {json.dumps(error)}"
+        said = error if isinstance(error, str) else error_message(json.dumps(error))
+        problem = f"the endpoint says: {said}"
         raise EndpointError(problem, bad_request=code in BAD_REQUEST)
     if problem := schema_error(reply, schema):
         raise EndpointError(f"not the reply that was asked for: {problem}", begun)

@@ -22,10 +22,12 @@ from nanorchestra.tools.http import EndpointError, count_tokens, post, secret
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 
+TIMEOUT_S = 600.0  # of a call
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
 LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
 LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
-TOLD: set[str] = set()  # variables that are not set, each told once, by the first rank
+TOLD: set[str] = set()  # what was told: variables that are not set, orchestrators that take long
+SERVED = "+tools"  # after the name of a model: the whole loop of an orchestrator (serve.py --http)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Endpoint:
 
     base_url: str
     key_variable: str = ""
-    timeout_s: float = 600.0
+    timeout_s: float = TIMEOUT_S
     concurrency: int = 16
     headers: dict[str, str] = field(default_factory=dict, hash=False)
     free: threading.Semaphore | None = field(default=None, repr=False, compare=False)
@@ -189,10 +191,8 @@ class Expert:
 
         What fails beside the endpoint, such as a disk that is full, is the infrastructure's fault.
         """
-        if os.environ.get("RANK", "0") == "0":
-            for variable in {*self.endpoint.unset()} - TOLD:
-                TOLD.add(variable)
-                print(f"{self.model} needs {variable}, which is not set", file=sys.stderr)
+        for variable in self.endpoint.unset():
+            tell_once(variable, f"{self.model} needs {variable}, which is not set")
         try:
             return self._ask(text, name)
         except UserError as error:
@@ -246,6 +246,13 @@ class Expert:
             retries=reply.retries,
             waited_s=reply.waited,
         )
+
+
+def tell_once(what: str, line: str) -> None:
+    """Writes a line about `what` to stderr, unless that was done before; the first rank alone."""
+    if os.environ.get("RANK", "0") == "0" and what not in TOLD:
+        TOLD.add(what)
+        print(line, file=sys.stderr)
 
 
 def most_tokens(text: str) -> int:

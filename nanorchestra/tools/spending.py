@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from nanorchestra.errors import require
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, check
@@ -33,13 +34,15 @@ class Spending:
     whether a call was refused, `broken` why the recorded replies do not do, "" if they do: either
     ends a run.
 
-    Invariant: `spent`, which counts an open call at its most, is never above `limit`.
+    Invariant: `spent`, which counts an open call at its most, is never above `limit`. UserError if
+    `most` is no limit.
     """
 
     def __init__(
         self, most: float = math.inf, replies: ReplyStore | None = None, file: Path | None = None
     ):
-        self.most, self.limit, self.replies, self.file = most, most, replies, file
+        self.most, self.limit, self.replies, self.file = math.inf, math.inf, replies, file
+        self.bound(most)
         self.spent, self.refused, self.broken = 0.0, False, ""
         self.bill: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -47,7 +50,9 @@ class Spending:
             self.spent, self.bill = read_spent(file)
 
     def bound(self, most: float) -> None:
-        """Lowers the limit of the run to `most` US dollars, if it is above."""
+        """Lowers the limit of the run to `most` US dollars, if it is above. UserError."""
+        right = f"the limit max_usd is {most:g}; it must be US dollars, 0 or more"
+        require(most >= 0, right)  # not so for NaN
         self.most = min(self.most, most)
         self.limit = min(self.limit, self.most)
 

@@ -22,7 +22,13 @@ from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
 from nanorchestra.serving.agent_rollout import AgentRollout, played_by
-from nanorchestra.serving.agents import AgentFunction, load_agent
+from nanorchestra.serving.agents import (
+    AgentFailure,
+    AgentFunction,
+    AgentProgram,
+    AttemptHandle,
+    load_agent,
+)
 from nanorchestra.training.samples import as_group, gave_answer, rewritten_share
 from nanorchestra.training.trajectories import check_row, contexts, to_row
 from worlds.agent_tasks import AgentTasks
@@ -363,6 +369,36 @@ def test_a_program_has_tasks_of_its_own_and_reports_its_reward(ours, tmp_path):
 def test_an_agent_that_cannot_be_loaded_is_one_line(text, problem):
     with pytest.raises(UserError, match=problem):
         load_agent(text)
+
+
+FAILING = """
+import os, sys
+print("x" * 200_000)
+print("step 3 of 5, " + os.environ["OPENAI_API_KEY"] + os.environ["MY_token"])
+print("x" * 200_000, "Traceback", file=sys.stderr)
+print(*sys.argv[2:], file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_what_a_program_has_printed_stands_in_the_message_without_secrets(tmp_path, monkeypatch):
+    """stdout was dropped. It is read beside stderr, so that neither pipe fills up."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.setenv("MY_token", "tvly-123456789")
+    key = "attempt-key-123456"
+
+    def run(*arguments):
+        handle = AttemptHandle("http://127.0.0.1:9/v1", key, {})
+        agent = AgentProgram([sys.executable, str(tmp_path / "failing.py"), *arguments])
+        return handle, asyncio.run(agent.run(handle))
+
+    stdout = r"; the last line of stdout: step 3 of 5, \.\.\.\.\.\.$"
+    with pytest.raises(AgentFailure, match=f"ended with status 1: no luck{stdout}"):
+        run("1", "no luck")
+    with pytest.raises(AgentFailure, match="ended with status 1: x+ Traceback; the last line"):
+        run("1")
+    handle, said = run("0", key)
+    assert said == {} and handle.printed[0].startswith("...; the last line of stdout: step 3")
 
 
 def test_a_program_that_does_not_exist_is_a_failure(ours, world):

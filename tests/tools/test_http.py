@@ -177,6 +177,10 @@ FAULTS = {  # name: (what is sent, how the call ends, what it says, whether the 
     "the key in an error": (
         reply(f"no {KEY}, no {json.dumps(KEY)}".encode(), "400 Bad"), ORDINARY, "no ..., no", FREE,
     ),
+    "the key in an object within an error": (
+        reply(json.dumps({"error": {"message": f"Bad: {{'error': {{'message': 'no {KEY}'}}}}"}})
+            .encode(), "400 Bad"), ORDINARY, "HTTP 400: Bad: no ...", FREE,
+    ),
     "the key in an answer": (answers(f"your key: {KEY}"), ANSWERED, "your key: ...", BILLED),
     "half a surrogate pair": (answers("a\ud800b"), ANSWERED, "a\ufffdb", BILLED),
     "a reason of lists": (answers("", finish=[[]] * 999), ORDINARY, "gave no answer", BILLED),

@@ -77,6 +77,14 @@ def test_the_bill_names_who_was_paid_and_outlives_the_process(tmp_path):
         opened(tmp_path, 1, 1.0)
 
 
+@pytest.mark.parametrize("most", [-1.0, float("nan")])
+def test_a_limit_that_is_none_is_refused(most):
+    """--max-usd -1 was taken, and with free endpoints nothing said so."""
+    for bound in (Spending, Spending().bound):
+        with pytest.raises(UserError, match="it must be US dollars, 0 or more$"):
+            bound(most)
+
+
 def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path):
     (bill,) = opened(tmp_path, 1, 0.5)
 

@@ -1,0 +1,89 @@
+"""A served orchestrator as the model of serve.py, and as an expert."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+from running_server import Running
+from scripted import EchoTool
+
+import serve
+from nanorchestra.serving import orchestrate, responses
+from nanorchestra.tools.sandbox import Sandbox
+from tools import load_tools
+
+LOOKING = """
+from tools import tool
+
+@tool
+def look(at: str) -> str:
+    \"\"\"Looks.\"\"\"
+    return f"seen {at}"
+"""
+ORCHESTRATOR = """
+[[tools]]
+kind = "expert"
+name = "orchestra"
+description = "d"
+expert = "nano"
+[experts.nano]
+endpoint = "here"
+model = "nano+tools"
+usd = [1, 1]
+[endpoints.here]
+base_url = "{}"
+"""
+
+
+def test_an_orchestrator_is_asked_by_another_one(running, tmp_path, capsys):
+    """It has tools of its own, calls ours by its own ids, and says that it is slow."""
+    (tmp_path / "looking.py").write_text(LOOKING)
+    (tmp_path / "orchestra.toml").write_text(ORCHESTRATOR.format(f"{running.base}/v1"))
+    model = "--model", f"nano+tools@{running.base}/v1"
+    assert serve.main([*model, "--ask", "!ask"]) == 0
+    out, err = capsys.readouterr()
+    assert "answer Answer: fourty-two" in out and err.count("\n") == 1
+    assert "shows nothing before its answer, which may take minutes, 600 s at most" in err
+    tools = "--tools", str(tmp_path / "looking.py")
+    assert serve.main([*model, *tools, "--ask", "!look"]) == 0
+    out, _ = capsys.readouterr()
+    assert "result seen left" in out and "result seen right" in out
+    assert "answer Answer: fourty-two" in out and out.count("  answer ") == 1
+    (tmp_path / "looking.py").write_text(LOOKING.replace("look(", "echo("))
+    assert serve.main([*model, *tools, "--ask", "!ask"]) == 1
+    out, _ = capsys.readouterr()
+    assert "the server has echo already; give other names; " in out and "rename yours" in out
+    with Sandbox() as sandbox:
+        (orchestra,) = load_tools(tmp_path / "orchestra.toml", sandbox)
+    assert "orchestra: nano+tools plays a whole loop" in capsys.readouterr().err
+    assert orchestra.call({"task": "!ask"}).content == "Answer: fourty-two, or so."
+
+
+def test_a_silent_stream_has_comments_that_clients_ignore(make_engine, monkeypatch):
+    """A tool takes a second, in which nothing was sent: a read time-out could end the answer."""
+    monkeypatch.setattr(orchestrate, "KEEP_S", 0.1)
+    server = Running(make_engine(), EchoTool(seconds=1.0, blocking=True))
+    try:
+        client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)
+        messages = [{"role": "user", "content": "!ask"}]
+        body = {"model": "nano+tools", "messages": messages, "stream": True}
+        text = ""
+        for chunk in client.chat.completions.create(**body):
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        assert text == "Answer: fourty-two, or so."
+        events = client.responses.create(model="nano+tools", input="!ask", stream=True)
+        assert [*events][-1].response.output_text == text
+        raw = httpx.post(f"{server.base}/v1/chat/completions", json=body, timeout=60).text
+        assert "\n\n: still at work\n\n" in raw and raw.endswith("[DONE]\n\n")
+    finally:
+        server.stop()
+
+
+def test_a_call_that_is_sampled_keeps_a_stream_of_responses_alive(running, monkeypatch):
+    """Its items come when they are whole; in a chat an empty delta comes for each token."""
+    monkeypatch.setattr(responses, "KEEP_S", 0.0)
+    function = {"type": "function", "name": "echo", "parameters": EchoTool.parameters}
+    body = {"model": "nano", "input": "!call", "tools": [function], "stream": True}
+    with httpx.stream("POST", f"{running.base}/v1/responses", json=body, timeout=30) as reply:
+        raw = "".join(reply.iter_text())
+    assert ": still at work" in raw and "response.completed" in raw
