@@ -34,6 +34,7 @@ def draw_sentence(rng: random.Random, name: str, split: str, **values: Any) -> s
     text, is_new = _expanded(rng, name, split, values)
     while split in NEW and not is_new:
         text, is_new = _expanded(rng, name, split, values)
+    text = re.sub(r" +(?=[ .,:!?]|$)", "", text)  # where an alternative was nothing
     text = re.sub(r"\b([Aa]) (?=[aeiou](?!ne\b))", r"\1n ", text)
     if rng.random() >= CAPITALS:
         return text

@@ -10,10 +10,12 @@ from functools import cache
 from pathlib import Path
 
 from nanorchestra.files import read_toml
+from worlds.miniature.tables import FITTING_TOOL, SKILLS
 
 _PARTS = read_toml(Path(__file__).with_suffix(".toml"))
-SHAPES = {"syllables": 4, "words": 3, "letters": 2, "model": 2}  # shape -> its share
+SHAPES = {"syllables": 5, "words": 2, "letters": 3, "model": 2}  # shape -> its share
 JOINTS = ("-", "-", "_", "")
+KINDS = (*SKILLS, *FITTING_TOOL.values())  # words that the world says itself
 
 
 def draw_names(rng: random.Random, count: int, held_out: bool) -> list[str]:
@@ -22,7 +24,8 @@ def draw_names(rng: random.Random, count: int, held_out: bool) -> list[str]:
     while len(names) < count:
         (shape,) = rng.choices(list(SHAPES), list(SHAPES.values()))
         name = _DRAW[shape](rng, held_out)
-        if is_held_out(name) == held_out and name not in names:
+        says_kind = any(kind in name.casefold() for kind in KINDS)
+        if is_held_out(name) == held_out and name not in names and not says_kind:
             names.append(name)
     return names
 
@@ -38,9 +41,12 @@ def _of(kind: str, held_out: bool) -> list[str]:
 
 
 def _syllables(rng, held_out):
-    count = rng.choice((2, 2, 3))
-    parts = [rng.choice(_PARTS["consonants"]) + rng.choice(_PARTS["vowels"]) for _ in range(count)]
-    return _dressed(rng, rng.choice(JOINTS).join(parts))
+    parts = []
+    for _ in range(rng.choice((1, 2, 2, 3))):
+        onset, vowels, coda = (rng.choice(_PARTS[part]) for part in ("onsets", "vowels", "codas"))
+        parts.append(onset + vowels + coda)
+    name = rng.choice(("", "", "-", "_")).join(parts)
+    return _dressed(rng, name.capitalize() if rng.random() < 0.2 else name)
 
 
 def _words(rng, held_out):
@@ -53,8 +59,10 @@ def _words(rng, held_out):
 
 def _letters(rng, held_out):
     letters = string.ascii_lowercase + rng.choice(("", string.digits, string.ascii_uppercase))
-    parts = ["".join(rng.choices(letters, k=rng.randint(2, 4))) for _ in range(rng.choice((1, 2)))]
-    return rng.choice(JOINTS[1:]).join(parts)
+    parts = [
+        "".join(rng.choices(letters, k=rng.randint(3, 6))) for _ in range(rng.choice((1, 1, 2)))
+    ]
+    return rng.choice(JOINTS).join(parts)
 
 
 def _model(rng, held_out):
