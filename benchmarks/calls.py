@@ -89,11 +89,11 @@ def training_curve(run: Path) -> Curve:
     file = run / "metrics.jsonl"
     require(file.is_file(), f"{file}: no such file; name the directory of a run")
     rows = [row for _, row in read_json_lines(file) if row.get("phase") == "grpo"]
-    require(rows, f"{file}: no steps of GRPO")
+    require(len(rows) >= FIRST_STEPS, f"{file}: no {FIRST_STEPS} steps of GRPO, the least to draw")
     grpo = read_toml(run / "config.toml")["grpo"]
     attempts = grpo["prompts"] * grpo["group_size"]
     spent, curve, start = 0.0, [], 0
-    while start < len(rows):
+    while start + FIRST_STEPS <= len(rows):
         width = max(FIRST_STEPS, start // 3)
         part = rows[start : start + width]
         calls = [sum(row["calls"].values()) * attempts for row in part]

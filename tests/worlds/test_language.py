@@ -72,7 +72,7 @@ def test_no_sentence_of_training_has_an_entry_that_is_held_out(monkeypatch):
 
 def test_a_word_never_shown_stands_nowhere_in_training():
     words = {word for name in GRAMMAR["words"] for word in language._entries(name)[1]}
-    words -= {"really low", "find me"}  # which entries of other lists make together
+    words -= {"really low", "find me", "a fast answer", "as fast as you can"}  # made of others
     for name in NAMES:
         for text in sentences(name, TRAIN):
             for word in words:
