@@ -29,14 +29,19 @@ ADJECTIVE = re.compile(
     r", (?!please|thank|for|whatever|if|just|but|ever|sorry)|(?: and| or) (?!no )"
 )
 # Between two names of one tool: "medium (kafe-3)", "the medium called kafe-3".
-JOINED = re.compile(r" | \(| (?:called|named|known as) ")
-IN_TITLE = re.compile(rf"(?:{JOINED.pattern}|, (?:the )?| the )")  # if the title is a name
+JOINED = re.compile(
+    r" (?:(?:model|tool|expert|one|assistant),? )?(?:(?:that is |which is )?"
+    r"(?:called|named|known as|aka|with the name|by the name of) )?| ?\(|,? (?:called|named|aka) "
+    r"| [-–—/] ?|/"
+)
+IN_TITLE = re.compile(rf"(?:{JOINED.pattern}|, (?:the |an? )?| the |: )")  # if the title is a name
 
 STRONG, EITHER = r"@\d+@", r"(?:@\d+@|~\d+~)"
 END = (
     r"(?=\s*(?:$|[.,;:!?)]|(?:and|or|nor|but|please|thanks|thank you|here|at all|whatever|ever"
     r"|again|any ?more|any longer|now|today|for (?:this|that|it|now|me)|of (?:this|that|it)"
-    r"|under any|(?:to be )?(?:used|asked|called|involved|consulted|run)|to (?:be|touch|see|answer))"
+    r"|under any|(?:to be )?(?:used|asked|called|involved|consulted|run)|to (?:be|touch|see"
+    r"|answer))"
     r"\b))"
 )
 MORE = rf"(?:,? (?:and|or|nor) (?:no |not )?{EITHER}|, (?:no |not )?{EITHER})*"
@@ -45,7 +50,8 @@ CLEAR_TOOLS = rf"(?P<tools>{STRONG}{MORE}){END}"
 
 NOT = r"(?:\b(?:never|not|dont|cannot)|n't)(?:,? ever)?(?: to)?"
 USE = (
-    r"(?:use|call|ask|query|invoke|run|touch|contact|consult|employ|involve|bother|engage|try|choose"
+    r"(?:use|call|ask|query|invoke|run|touch|contact|consult|employ|involve|bother|engage|try"
+    r"|choose"
     r"|pick|select|trust|want|like|allow|hear from|deal with|work with|go (?:to|with|through|near)"
     r"|turn to|talk to|speak to|resort to|reach for|rely on|depend on|count on|(?:want|wish) to see"
     r"|(?:make )?(?:any )?use of)"
@@ -58,11 +64,13 @@ USING = (
 AVOID = (
     r"(?:avoid|skip|exclude|ignore|drop|leave (?:out|aside|off)|omit|rule out|bypass|shun|forget"
     r"(?: about)?|refuse|reject|disable|boycott|cut out|do without|get by without|without|no more"
-    r"|switch off|turn off|forgo|spare me)"
+    r"|switch off|turn off|forgo|spare me|block|blacklist|veto|dispense with|make do without"
+    r"|say no to|refrain from|against|object to|work around|no need for|get rid of|other than)"
 )
 NO_HELP = r"(?:no|without) (?:calls?|questions?|help|quer(?:y|ies)|requests?|answers?|use)"
 CUT_OFF = (
-    r"(?:forbidden|banned|off[- ]limits|taboo|out|excluded|barred|prohibited|disallowed|unwelcome"
+    r"(?:forbidden|banned|away|off|idle|unused|blacklisted|disabled|no option|no good"
+    r"|off[- ]limits|taboo|out|excluded|barred|prohibited|disallowed|unwelcome"
     r"|unacceptable|a no-go|ruled out|out of bounds|out of the question|blocked"
     r"|not (?:allowed|permitted|an option|welcome|acceptable|available|wanted|to be \w+))"
 )
@@ -77,20 +85,24 @@ BAN = re.compile(
     rf"|\b(?:under no circumstances|on no account|by no means|in no case|at no point) {USE} "
     rf"|\b(?:avoid|without|no|stop|refrain from) {USING} "
     r"|\b(?:stay|keep|steer) (?:well |far )?(?:away from|clear of|off) |\bhands off "
+    r"|\brather not (?:\w+ )?| (?:forbid you|ask you not|tell you not) to (?:use|call|ask) "
+    rf"|\b(?:forbidden|banned|not allowed|not permitted|not supposed) to {USE} "
     r"|\bnothing (?:from|by|through|to|of) |\b(?:use no|forbid|ban) "
     rf"|\b{NO_HELP} (?:to|from|of|by) "
     r"|\b(?:nothing|no (?:question|call|request)) (?:may|must|should|can|shall) (?:go|come|pass) "
     r"(?:to|through|from) "
     r"|\b(?:any(?:thing|one|body| \w+)|every(?:thing|one|body| \w+)|all(?: \w+)?)"
-    r" (?:but|except|besides|other than|apart from) "
+    r" (?:but|except|save|bar|besides|other than|else than|apart from)(?: for)? "
 )
 FORBIDS = [
     re.compile(pattern)
     for pattern in (
         rf"(?:{BAN.pattern}){TOOLS}",
         rf"\b(?:no|not|{AVOID}) {CLEAR_TOOLS}",
-        rf"\b(?:leave|keep|put|set) (?P<tools>{EITHER}{MORE}) (?:out|alone|aside|away)\b",
-        rf"(?P<tools>{EITHER}{MORE}) (?:is|are|has to stay|stays?|remains?) {CUT_OFF}",
+        rf"\b(?:leave|keep|put|set|count|cross|take|rule|cut) (?P<tools>{EITHER}{MORE}),? (?:out"
+        rf"|alone|aside|away|off|unused)\b",
+        rf"(?P<tools>{EITHER}{MORE}) (?:is|are|(?:has to|must|should|shall) (?:stay|be|remain)"
+        rf"|stays?|remains?),? {CUT_OFF}",
         rf"(?P<tools>{EITHER}{MORE}) (?:must|may|should|can|shall|is|are)"
         rf"(?: ?not| never|n?'t)(?: ever)? (?:to )?be {USED}",
         rf"(?P<tools>{EITHER}{MORE})\? (?:no|never|not|please no|rather not)\b",
@@ -169,7 +181,9 @@ def _mentions(plain: str, by_key: dict[str, str]) -> Iterable[tuple[int, int, li
             title = next(
                 (t for t in (f"{keys[0]} {second}", f"{second} {keys[0]}") if t in by_key), ""
             )
-            if JOINED.fullmatch(between) or (title and IN_TITLE.fullmatch(between)):
+            kind_follows = second in SIZES and re.fullmatch(", (?:the|an?) ", between)
+            in_title = title and IN_TITLE.fullmatch(between)
+            if JOINED.fullmatch(between) or in_title or kind_follows:
                 end = found.pop(0).end()
                 keys = [title] if title else [keys[0], second]
         if plain[start:end].count("(") > plain[start:end].count(")") and plain[end:][:1] == ")":

@@ -30,9 +30,9 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
+from worlds.bans import unknown_ban
 from worlds.catalogue import names_of, reached
 from worlds.load import knows_only_miniature
-from worlds.bans import unknown_ban
 from worlds.miniature.ask import EXAMPLES, LINE_UP, OutsideError, as_task
 from worlds.miniature.offers import is_expert
 from worlds.miniature.world import Miniature

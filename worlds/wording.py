@@ -19,8 +19,8 @@ from worlds.bans import bans_in
 Weights = tuple[float, float, float]  # of outcome, cost and latency
 WEIGHED = {"outcome", "accuracy", "cost", "latency"}  # entries of a vector that are Weights
 
-# What is asked for, by the words of a clause. "like": what a user asks for. "name": what is wanted or
-# waived by the words around it. "dislike": wanted to be absent, or waived ("slow is fine").
+# What a clause is about, by its words. LIKE: what a user asks for ("cheap"). NAMED: what is wanted
+# or waived by the words around it ("the price"). DISLIKE: what is not wanted, or waived ("slow").
 OF = (  # "the cost of the war" is no wish, "the cost of it" is one
     r"(?! of (?!(?:it|this|that|each|every|all|your|answers?|tools?|calls?"
     r"|the (?:answer|tools?|calls?|whole))\b))"
@@ -30,23 +30,33 @@ LIKE = {
         r"right|correct\w*|accura\w+|perfect\w*|precis\w+|exact\w*|flawless\w*|faultless\w*|true"
         r"|sound|trustworthy|reliab\w+|dependable|error-free|quality|certain\w*|sure|confiden\w+"
         r"|positive|convinced|careful(?! with)|carefully|thorough\w*|diligent\w*|meticulous\w*"
-        r"|rigorous\w*|conscientious|best|proven|verif\w+|valid|infallible|unerring\w*|truth|proper\w*"
-        r"|double-check\w*|check (?:it|your|twice)|stakes|lives|serious|no game|(?:can|must) (?:trust"
-        r"|rely on|count on|depend on)|i rely|depends? on|think (?:hard|carefully|twice|it|well)"
+        r"|rigorous\w*|conscientious|best|proven|verif\w+|valid|infallible|unerring\w*|truth"
+        r"|proper\w*|double-check\w*|check (?:it|your|twice)|stakes|lives|serious|no game"
+        r"|(?:can|must) (?:trust|rely on|count on|depend on)|i rely|depends? on"
+        r"|think (?:hard|carefully|twice|it|well)|doubts?|doubtless|excellen\w+|top|strongest"
+        r"|smartest|ablest|finest|greatest|capable|competent|solid|watertight|foolproof"
+        r"|bulletproof|rigou?r|with care|take care|great care|confirm\w*|consequences|truthful\w*"
+        r"|factual\w*|risk\w*"
         r"|(?:it|this) (?:really |truly )?matters"
     ),
     "cost": (
         r"cheap\w*|inexpensive\w*|(?:least|less) (?:expensive|costly|pricey|money)|frugal\w*"
         r"|economical\w*|economi[sz]\w+|thrift\w*|afford\w*(?! (?:to be|an?|any) )|low-cost"
-        r"|low(?:est)?-priced?|cost-\w+|stingy|sparing\w*|careful with|bargain|(?:next to|almost) nothing"
+        r"|low(?:est)?-priced?|cost-\w+|stingy|sparing\w*|careful with|bargain|(?:next to"
+        r"|almost) nothing"
         r"|for (?:as little|nothing|free|less)|broke|penniless|hard up|poor|skint"
+        r"|shoestring|discount|debts?|student|payday|salary|afford nothing|prudent with|tight"
+        r"|(?:not|n't) (?:rich|wealthy|made of)|coins?|euros?|bucks?|dime"
     ),
     "latency": (
         r"fast\w*|quick\w*|swift\w*|rapid\w*|speed(?:y|i\w+)|snapp\w+|brisk\w*|instant\w*|prompt\w*"
         r"|immediate\w*|hurry|rush|soon\w*|urgent\w*|asap|right away|at once|straight ?away|by now"
         r"|right now|now$|in (?:a flash|no time)|before long|without (?:\w+ )?delay|yesterday|ago"
         r"|chop|hop to it|look sharp|get (?:going|moving)|get a move on|pressing|pronto|promptness"
-        r"|shortly|shortest|(?:it|wait|time|delay) (?:as )?(?:short|brief)|expedit\w+|hast\w+|i (?:must|have to|need to|should) (?:leave|go|run)"
+        r"|step on it|on the double|jiffy|today|tonight|earl(?:y|ier|iest)|this (?:minute|instant)"
+        r"|no time to|lose no time|time-critical|out of time|tight schedule|lightning|express|haste"
+        r"|shortly|shortest|(?:it|wait|time|delay) (?:as )?(?:short|brief)|expedit\w+|hast\w+"
+        r"|i (?:must|have to|need to|should) (?:leave|go|run)"
     ),
 }
 NAMED = {
@@ -54,8 +64,10 @@ NAMED = {
     "cost": (
         rf"(?:costs?|prices?|priced|spending|expens(?:e|es|diture)|fees?|charges?|budget){OF}"
         r"|charged|economy|money|cash|funds?|savings?|spend(?! (?:\w+ ){0,3}time(?! or| and))\w*"
-        r"|sav(?:e|es|ing)(?! (?:\w+ )?time(?! (?:and|or) (?:money|cash)))|pay|paying|paid|wallet|purse|pockets?|tab"
-        r"|(?:the|my|our|an?|big|large|high|low|lowest|small|smallest|minimal|modest|tiny|final|total) bill(?! of)|cents?|penn(?:y|ies)|dollars?"
+        r"|sav(?:e|es|ing)(?! (?:\w+ )?time(?! (?:and|or) (?:money|cash)))|pay|paying|paid|wallet"
+        r"|purse|pockets?|tab"
+        r"|(?:the|my|our|an?|big|large|high|low|lowest|small|smallest|minimal|modest|tiny|final"
+        r"|total) bill(?! of)|cents?|penn(?:y|ies)|dollars?"
         r"|use up|(?:wast|burn|throw|blow|squander)\w*(?! (?:\w+ ){0,2}time)"
     ),
     "latency": (
@@ -66,7 +78,9 @@ NAMED = {
 DISLIKE = {
     "outcome": (
         r"mistakes?|mistaken|errors?|wrong\w*|false|incorrect|guess\w*|slips?|blunders?|misled"
-        r"|miscalculat\w+|inaccura\w+|untrue|flaws?"
+        r"|miscalculat\w+|inaccura\w+|untrue|flaws?|failures?"
+        r"|fooled|nonsense|hallucinat\w+|(?:mess|screw) up|make (?:it|things) up|sloppy|careless"
+        r"|oversights?|bugs?"
     ),
     "cost": (
         r"expensive\w*|costly|pric(?:e?y|ier)|dear(?:er)?|high-priced|overpriced"
@@ -74,18 +88,22 @@ DISLIKE = {
         r"|(?:high|big|large|higher) (?:costs?|prices?|bills?|fees?)|cost(?:ing)? more"
     ),
     "latency": (
-        r"slow\w*|sluggish|late|later|(?<!as )(?<!before )long(?:er)?(?! as)|a while|wait(?:s|ed|ing)?"
+        r"slow\w*|sluggish|late|(?<!as )(?<!before )long(?:er)?(?! as)|a while|wait(?:s|ed"
+        r"|ing)?"
         r"|delay(?:s|ed)?|lag|linger|dawdle|dally|dither|tarry|takes? (?:its|some) time"
     ),
 }
+SMALL = r"low\w*|small\w*|minim\w+|least|modest|tiny|little|less|down|nothing|few|short\w*|save"
 ASKED = {name: re.compile(rf"\b(?:{LIKE[name]}|{NAMED[name]})(?!\w)") for name in LIKE}
+LIKED = {name: re.compile(rf"\b(?:{words}|{SMALL})(?!\w)") for name, words in LIKE.items()}
 DISLIKED = {name: re.compile(rf"\b(?:{words})(?![\w-])") for name, words in DISLIKE.items()}
 NOT_LIKED = re.compile(  # "not cheap or fast" waives, "not too slow" does not
     rf"(?:and )?not (?!too\b|\w+ too\b|(?:{'|'.join(DISLIKE.values())})\b)"
 )
 # "Time does not matter", "take your time": the clause waives what it names.
 WAIVED = re.compile(
-    r"\bregardless\b|\bignor(?:e|ing)\b|\b(?:unimportant|unlimited|irrelevant|immaterial|secondary)\b"
+    r"\bregardless\b|\bignor(?:e|ing)\b|\b(?:unimportant|unlimited|irrelevant|immaterial|minor"
+    r"|secondary)\b"
     r"|\bno (?:rush|hurry|problem|object|issue|limits?|concern|role|difference|matter|attention"
     r"|worr(?:y|ies)|urgency|need|expense)\b|\b(?:never ?mind|forget about|spare no|plenty of)\b"
     r"|\btake (?:your|all the|as (?:much|long))\b|\b(?:all the|enough|lots of|ample) time\b"
@@ -98,11 +116,33 @@ WAIVED = re.compile(
     r"|(?:\bnot|\bdont|n't|\bnever|\bneed not) (?:\w+ )?(?:matter|mind|care|worry|worried|important"
     r"|rush|hurry|count|bother|bothered|crucial|essential|have to be|need to be|need it|be (?:cheap"
     r"|fast|quick))\b(?! (?:less|to)\b)"
+    # Willing to pay or to wait, or able to.
+    r"|\b(?:i'd|i'll|can|may|will|would|could) (?:gladly |happily |even |always )?(?:pay|spend)\b"
+    r"(?!.*\b(?:little|less|least|nothing|minimum|few|only|no|not|necessary|myself|own|must)\b)"
+    r"|\b(?:fine|okay|ok|content|happy) with\b|\bput up with\b|\baccept\b|\btolerate\b|\bobject\b"
+    r"|(?<!not )\b(?:have|has|got|there is|there's) (?:got )?(?:the |some )?(?:time|money|cash"
+    r"|funds)\b"
+    r"|\b(?:enough|plenty|lots|ample|all the|more than enough) (?:of )?(?:money|cash|funds"
+    r"|budget)\b"
+    r"|(?<!not )\b(?:rich|wealthy|generous\w*|gladly|happily|freely|lavish\w*|splurge)\b"
+    r"|\b(?:sky|ceiling|limitless|endless|bottomless|open-ended|blank|damn\w*|hang|to hell)\b"
+    r"|\bwhat(?:ever)? (?:it|you)\b(?!.*\bbut\b)|\bas (?:you|much as)\b(?! can)"
+    r"|\ball (?:day|week|night)\b|\bwhenever\b|\bleisure\b|\b(?:soon|early|fast|quick) enough\b"
+    r"|\bno (?:\w+ )?(?:deadline|pressure|need|urgency|obstacle|hindrance|consideration)\b"
+    # "Cost is not decisive", "speed is of little interest"; "my budget is not large" is a wish.
+    r"|\b(?:is|are|was|be) (?:of |to )?(?:no|none|little|nothing|second\w*|trivial|beside"
+    r"|negligible)\b"
+    r"|(?:\b(?:is|are|be|am) not|\b(?:is|are)n't)"
+    r" (?!(?:\w+ )?(?:large|big|unlimited|endless|much|great|made|rich|wealthy|high|infinite|a lot"
+    r"|expensive|slow|too|costly|long|late|dear|pricey)\b)"
+    r"|(?:\bnot|n't) (?:\w+ )?(?:need|needed|necessary|required|have to|play|interest\w*|concern)\b"
     r"|\bneed not be\b|\bhowever (?:long|much|slow|expensive)\b"
 )
 # "Slow is fine", "it may cost a lot": the clause waives what is disliked, if it is not negated.
 PERMITTED = re.compile(
-    r"\b(?:fine|ok|okay|all right|alright|acceptable|tolerable|may|(?<!you )can|could|might|allowed|let it"
+    r"\b(?:fine|ok|okay|all right|alright|acceptable|tolerable|may"
+    r"|(?<!you )(?<!\bi )(?<!that )can(?! you)|might"
+    r"|allowed|let it"
     r"|welcome|no (?:problem|matter))\b"
 )
 NEGATED = re.compile(
@@ -110,12 +150,15 @@ NEGATED = re.compile(
 )
 # What follows is waived: "even if it is slow", "no matter what it costs", "at any price".
 CONCESSION = re.compile(
-    r"\b(?:even (?:if|when|though|at|with)|(?:al)?though|albeit|despite|in spite of|regardless of"
+    r"\b(?:even (?:if|when|though|at|with)|(?:al)?though|albeit|so what if|who cares (?:if|about"
+    r"|what|how)|never mind (?:if|that|how|what)|despite|in spite of|regardless of"
     r"|irrespective of|no matter (?:if|how|what|the|whether|that)|whatever|however|at any"
-    r"|(?:fine|okay|ok|all right|alright|mind|care|matters?|happens|care less) (?:if|when|that|whether)"
-    r"|at the (?:expense|cost|price) of|(?:spend|pay) (?:what\w*|as much|freely|any\w*|all))\b|^(?:and )?if (?!you|possible|need)"
+    r"|(?:fine|okay|ok|all right|alright|mind|care|matters?|happens|care less) (?:if|when|that"
+    r"|whether)"
+    r"|at the (?:expense|cost|price) of|(?:spend|pay) (?:what\w*|as much|freely|any\w*|all))\b"
+    r"|^(?:and )?if (?!you|possible|need)"
 )
-# Only one side is wanted: the second of "rather slow than wrong", the first of "accuracy over speed".
+# One side is wanted: the second of "rather slow than wrong", the first of "accuracy over speed".
 SECOND_WANTED = re.compile(
     r"\b(?:rather|sooner|better)\b.* than |\b(?:sacrifice|trade|give up|swap) .* for "
 )
@@ -123,7 +166,8 @@ FIRST_WANTED = re.compile(r" (?:over|rather than|instead of|before(?! long| all)
 SENTENCE = re.compile(r"(?<=[.;!?]) |[.;!] ?")
 CLAUSE = re.compile(
     r"[,:()]| - | – |—| (?:but|so|because|since|yet|only|as long as) "
-    r"| and (?=(?:be|do|keep|make|get|give|answer|never|don't|please|there|i (?:want|need)|i'd like)\b)"
+    r"| and (?=(?:be|do|keep|make|get|give|answer|never|don't|please|there|i (?:want|need)"
+    r"|i'd like)\b)"
 )
 # Clauses that a weight of a half is worded by.
 HALF = re.compile(
@@ -199,7 +243,9 @@ def _clause_weights(clause: str) -> dict[str, float]:
     for name in LIKE:
         rest = DISLIKED[name].sub(" ", clause)
         asked = ASKED[name].search(rest)
-        disliked = rest != clause and not permitted
+        disliked = rest != clause
+        if permitted and not LIKED[name].search(clause):
+            continue
         if not asked and not disliked:
             continue
         if name != "outcome":
