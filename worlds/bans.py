@@ -26,7 +26,7 @@ ARTICLE = r"(?:\b(?:the|any|an?|all|that|this|your) )?"
 NOUN = r"(?: (?:models?|tools?|experts?|ones?)\b)?"
 # After a size that says something of another word: "avoid large, slow steps".
 ADJECTIVE = re.compile(
-    r", (?!please|thank|for|whatever|if|just|but|ever|sorry)|(?: and| or) (?!no )"
+    r", (?!please|thank|for|whatever|if|just|but|ever|sorry|so|then|and)|(?: and| or) (?!no )"
 )
 # Between two names of one tool: "medium (kafe-3)", "the medium called kafe-3".
 JOINED = re.compile(
@@ -65,7 +65,8 @@ AVOID = (
     r"(?:avoid|skip|exclude|ignore|drop|leave (?:out|aside|off)|omit|rule out|bypass|shun|forget"
     r"(?: about)?|refuse|reject|disable|boycott|cut out|do without|get by without|without|no more"
     r"|switch off|turn off|forgo|spare me|block|blacklist|veto|dispense with|make do without"
-    r"|say no to|refrain from|against|object to|work around|no need for|get rid of|other than)"
+    r"|say no to|refrain from|against|object to|work around|except(?: for)?|excluding|excepting"
+    r"|barring|apart from|save for|no need for|get rid of|other than)"
 )
 NO_HELP = r"(?:no|without) (?:calls?|questions?|help|quer(?:y|ies)|requests?|answers?|use)"
 CUT_OFF = (
@@ -87,6 +88,9 @@ BAN = re.compile(
     r"|\b(?:stay|keep|steer) (?:well |far )?(?:away from|clear of|off) |\bhands off "
     r"|\brather not (?:\w+ )?| (?:forbid you|ask you not|tell you not) to (?:use|call|ask) "
     rf"|\b(?:forbidden|banned|not allowed|not permitted|not supposed) to {USE} "
+    rf"|{NOT} (?:spend|waste|lose) (?:\w+ ){{1,3}}(?:on|with|for) "
+    r"|\b(?:hate|dislike|distrust|mistrust|detest|done with|enough of|fed up with|tired of|sick of"
+    r"|bad experiences? with) "
     r"|\bnothing (?:from|by|through|to|of) |\b(?:use no|forbid|ban) "
     rf"|\b{NO_HELP} (?:to|from|of|by) "
     r"|\b(?:nothing|no (?:question|call|request)) (?:may|must|should|can|shall) (?:go|come|pass) "
@@ -105,7 +109,10 @@ FORBIDS = [
         rf"|stays?|remains?),? {CUT_OFF}",
         rf"(?P<tools>{EITHER}{MORE}) (?:must|may|should|can|shall|is|are)"
         rf"(?: ?not| never|n?'t)(?: ever)? (?:to )?be {USED}",
-        rf"(?P<tools>{EITHER}{MORE})\? (?:no|never|not|please no|rather not)\b",
+        rf"(?P<tools>{EITHER}{MORE})(?:\?|:) (?:\w+ )?"
+        r"(?:no|never|not|rather not|forget it|skip it)\b",
+        rf"(?P<tools>{EITHER}{MORE}) (?:must|may|should|can|shall|will|has|have)"
+        r"(?: ?not| never|n?'t| no) (?:touch|see|answer|help|take part|handle|place|business|part)",
         rf"(?<!if )(?P<tools>{STRONG})[^.!?@~]{{0,60}}{DROP_IT}",
     )
 ]

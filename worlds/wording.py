@@ -46,7 +46,9 @@ LIKE = {
         r"|almost) nothing"
         r"|for (?:as little|nothing|free|less)|broke|penniless|hard up|poor|skint"
         r"|shoestring|discount|debts?|student|payday|salary|afford nothing|prudent with|tight"
-        r"|(?:not|n't) (?:rich|wealthy|made of)|coins?|euros?|bucks?|dime"
+        r"|(?:not|n't) (?:rich|wealthy|made of)|earn\w*|income|pension|unemployed|jobless"
+        r"|bankrupt|strapped|(?:the|my) rent|wages"
+        r"|bank account|coins?|euros?|bucks?|dime"
     ),
     "latency": (
         r"fast\w*|quick\w*|swift\w*|rapid\w*|speed(?:y|i\w+)|snapp\w+|brisk\w*|instant\w*|prompt\w*"
@@ -156,7 +158,9 @@ CONCESSION = re.compile(
     r"|(?:fine|okay|ok|all right|alright|mind|care|matters?|happens|care less) (?:if|when|that"
     r"|whether)"
     r"|at the (?:expense|cost|price) of|(?:spend|pay) (?:what\w*|as much|freely|any\w*|all))\b"
-    r"|^(?:and )?if (?!you|possible|need)"
+    r"|\bif (?!you|possible|need)|\b(?:whether|while|granted|notwithstanding|at the risk)\b"
+    r"|\b(?:by|with|bother|bothers|trouble|troubles|worries) (?:me|us) (?:if|when|that)\b"
+    r"|\b(?:acceptable|problem|worries|worry|object|agree|live with it) (?:if|when|that)\b"
 )
 # One side is wanted: the second of "rather slow than wrong", the first of "accuracy over speed".
 SECOND_WANTED = re.compile(
