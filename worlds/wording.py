@@ -132,7 +132,7 @@ WAIVED = re.compile(
     r"|\ball (?:day|week|night)\b|\bwhenever\b|\bleisure\b|\b(?:soon|early|fast|quick) enough\b"
     r"|\bno (?:\w+ )?(?:deadline|pressure|need|urgency|obstacle|hindrance|consideration)\b"
     # "Cost is not decisive", "speed is of little interest"; "my budget is not large" is a wish.
-    r"|\b(?:is|are|was|be) (?:of |to )?(?:no|none|little|nothing|second\w*|trivial|beside"
+    r"|\b(?:is|are|was|be) (?:of |to )?(?:no(?! time)|none|little|nothing|second\w*|trivial|beside"
     r"|negligible)\b"
     r"|(?:\b(?:is|are|be|am) not|\b(?:is|are)n't)"
     r" (?!(?:\w+ )?(?:large|big|unlimited|endless|much|great|made|rich|wealthy|high|infinite|a lot"
