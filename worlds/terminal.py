@@ -32,12 +32,13 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
+from worlds.bans import unknown_ban
 from worlds.catalogue import names_of, reached
 from worlds.load import knows_only_miniature
 from worlds.miniature.ask import EXAMPLES, LINE_UP, OutsideError, as_task
 from worlds.miniature.offers import is_expert
 from worlds.miniature.world import Miniature
-from worlds.wording import described, understood, unknown_ban, weights_in
+from worlds.wording import described, understood, weights_in
 
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 SEARCH = "Finds passages of documents for a query of a few words."

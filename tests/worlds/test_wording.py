@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference
 from worlds import preferences
-from worlds.miniature.tables import PHRASES
-from worlds.wording import bans_in, described, tool_words, understood, weights_in, words_for
+from worlds.bans import bans_in, unknown_ban
+from worlds.miniature.ask import PLAIN
+from worlds.miniature.language import HELD_OUT, TRAIN, draw_sentence
+from worlds.miniature.names import draw_names
+from worlds.wording import described, tool_words, understood, weights_in, words_for
 
 SAID = preferences.PHRASES
 NAMES = ["search", "gpt-5", "gpt-5-mini"]
@@ -27,11 +32,90 @@ def test_every_phrase_that_policies_are_trained_on_is_understood():
             assert bans_in(text.format(tool="gpt-5"), LABELS) == ["gpt-5"], text
         for text in SAID["tool"]["1.0"][split]:
             assert not bans_in(text.format(tool="gpt-5"), LABELS), text
-        for name in ("right", "cheap", "fast", "balanced"):
-            for text in filter(None, PHRASES[split][name]):
-                assert Preference("", *weights_in(text)).name == name, text
-        for text in PHRASES[split]["avoid"]:
-            assert bans_in(text.format(tool="large tool-ro"), ["large tool-ro", "large"]), text
+
+
+WISHES = ("right", "cheap", "fast", "balanced")
+
+
+@pytest.mark.parametrize("split", [TRAIN, HELD_OUT])
+def test_what_users_of_the_miniature_say_is_understood(split):
+    rng, count = random.Random(0), 150
+    for name in WISHES:
+        said = [draw_sentence(rng, f"wish_{name}", split) for _ in range(count)]
+        said = [*filter(None, said)]  # a balance may go without saying
+        wrong = [text for text in said if _wish(text) != name or unknown_ban(text, ["large"])]
+        assert len(wrong) <= 0.02 * len(said), wrong if split == TRAIN else len(wrong)
+    wrong = []
+    for alias in draw_names(rng, count, False):
+        text = draw_sentence(rng, "ban", split, alias=alias, what="large")
+        names = [f"large {alias}", alias, "large", "medium"]
+        bans = bans_in(text, names)
+        named = {f"large {alias}", alias} if alias in text else {"large"}
+        if not bans or {*bans} - named or weights_in(text) or unknown_ban(text, names):
+            wrong.append((text, bans))
+    assert len(wrong) <= 0.02 * count, wrong if split == TRAIN else len(wrong)
+
+
+def _wish(text):
+    weights = weights_in(text)
+    return Preference("", *weights).name if weights else None
+
+
+def test_the_words_that_are_put_in_place_of_a_preference_say_the_same():
+    for name in WISHES:
+        assert _wish(PLAIN[name]) == name
+    assert bans_in(PLAIN["ban"].format(tool="large a-1"), ["large", "large a-1"]) == ["large a-1"]
+
+
+ORDINARY = (
+    "Summarise the cost of the Vietnam war.",
+    "How much did the Apollo program cost?",
+    "What is the speed of light?",
+    "Explain why fast food is cheap.",
+    "Describe the price of bread over the years.",
+    "How long did the Hundred Years War take?",
+    "Translate the poem about time.",
+    "Write a review of the slow train to Oslo.",
+    "Which is the fastest animal?",
+    "Compare the prices of two phones.",
+    "The answer may have large, medium and small parts.",
+    "There is no small talk in this code.",
+    "Do not use small print or large letters.",
+    "The code should not be changed.",
+    "Avoid large, slow steps.",
+    "Do not call me at home.",
+    "Open the door without a search warrant.",
+    "Leave the code as it is.",
+    "Nothing in the search history is private.",
+    "The web is not a book; ignore web addresses.",
+    "Any question but open ones is welcome.",
+    "An expert is someone who knows; search for one.",
+)
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_ordinary_text_neither_bans_nor_weighs(text):
+    assert not bans_in(text, LABELS + ["medium", "small"])
+    if "slow steps" not in text:  # which may be a wish for speed
+        assert weights_in(text) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Under no circumstances consult kafe-3.",
+        "the medium called kafe-3 is off limits",
+        "Anything but kafe-3, please.",
+        'medium "kafe-3"? no!',
+        "kafe-3 (medium) fails, so don't use it",
+        "Leave kafe-3, the medium one, out of this.",
+        "medium (kafe-3) mustn't be asked.",
+        "I don't want the medium kafe-3 to be used.",
+    ],
+)
+def test_a_ban_of_one_tool_is_no_ban_of_its_kind(text):
+    assert bans_in(text, ["medium", "kafe-3", "large"]) == ["kafe-3"]
+    assert bans_in(text, ["medium", "kafe-3", "medium kafe-3", "large"])[0].endswith("kafe-3")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_toml
 from nanorchestra.records import Preference, Task, banned
 from nanorchestra.schemas import Json
+from worlds.bans import bans_in, unknown_ban
 from worlds.miniature.draw import arithmetic, chain, draw_wrong, knowledge, lookup
 from worlds.miniature.language import TRAIN
 from worlds.miniature.offers import Offer, corpus, is_expert, title
@@ -23,7 +24,7 @@ from worlds.miniature.tables import (
     PREFERENCES,
 )
 from worlds.miniature.world import make_task
-from worlds.wording import WEIGHED, bans_in, unknown_ban, weights_in
+from worlds.wording import WEIGHED, weights_in
 
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
 EXAMPLES: list[str] = _DATA["examples"]
