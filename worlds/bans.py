@@ -39,7 +39,8 @@ IN_TITLE = re.compile(rf"(?:{JOINED.pattern}|, (?:the |an? )?| the |: )")  # if 
 STRONG, EITHER = r"@\d+@", r"(?:@\d+@|~\d+~)"
 END = (
     r"(?=\s*(?:$|[.,;:!?)]|(?:and|or|nor|but|please|thanks|thank you|here|at all|whatever|ever"
-    r"|again|any ?more|any longer|now|today|for (?:this|that|it|now|me)|of (?:this|that|it)"
+    r"|again|any ?more|any longer|now|today|off|from (?:the|your) list|for (?:this|that|it|now|me)"
+    r"|of (?:this|that|it)"
     r"|under any|(?:to be )?(?:used|asked|called|involved|consulted|run)|to (?:be|touch|see"
     r"|answer))"
     r"\b))"
@@ -72,7 +73,8 @@ NO_HELP = r"(?:no|without) (?:calls?|questions?|help|quer(?:y|ies)|requests?|ans
 CUT_OFF = (
     r"(?:forbidden|banned|away|off|idle|unused|blacklisted|disabled|no option|no good"
     r"|off[- ]limits|taboo|out|excluded|barred|prohibited|disallowed|unwelcome"
-    r"|unacceptable|a no-go|ruled out|out of bounds|out of the question|blocked"
+    r"|unacceptable|worthless|useless|bad|closed|unavailable|to be avoided|a no-go|ruled out"
+    r"|out of bounds|out of the question|blocked"
     r"|not (?:allowed|permitted|an option|welcome|acceptable|available|wanted|to be \w+))"
 )
 # "X fails: do not use it", "trouble with X, so leave it out".
@@ -84,14 +86,15 @@ DROP_IT = (
 BAN = re.compile(
     rf"{NOT} {USE}:? "
     rf"|\b(?:under no circumstances|on no account|by no means|in no case|at no point) {USE} "
-    rf"|\b(?:avoid|without|no|stop|refrain from) {USING} "
+    rf"|\b(?:avoid|without|no|stop|(?:refrain|abstain|desist) from) {USING} "
     r"|\b(?:stay|keep|steer) (?:well |far )?(?:away from|clear of|off) |\bhands off "
     r"|\brather not (?:\w+ )?| (?:forbid you|ask you not|tell you not) to (?:use|call|ask) "
+    rf"|\b(?:(?:forbid|ban) you|no (?:permission|leave|right)) to {USE} "
     rf"|\b(?:forbidden|banned|not allowed|not permitted|not supposed) to {USE} "
     rf"|{NOT} (?:spend|waste|lose) (?:\w+ ){{1,3}}(?:on|with|for) "
     r"|\b(?:hate|dislike|distrust|mistrust|detest|done with|enough of|fed up with|tired of|sick of"
     r"|bad experiences? with) "
-    r"|\bnothing (?:from|by|through|to|of) |\b(?:use no|forbid|ban) "
+    r"|\bnothing (?:from|by|through|to|of) |\b(?:use no|(?:forbid|ban|prohibit)s?) "
     rf"|\b{NO_HELP} (?:to|from|of|by) "
     r"|\b(?:nothing|no (?:question|call|request)) (?:may|must|should|can|shall) (?:go|come|pass) "
     r"(?:to|through|from) "
@@ -107,7 +110,10 @@ FORBIDS = [
         rf"|alone|aside|away|off|unused)\b",
         rf"(?P<tools>{EITHER}{MORE}) (?:is|are|(?:has to|must|should|shall) (?:stay|be|remain)"
         rf"|stays?|remains?),? {CUT_OFF}",
-        rf"(?P<tools>{EITHER}{MORE}) (?:must|may|should|can|shall|is|are)"
+        rf"(?P<tools>{EITHER}{MORE}) as {CUT_OFF}",
+        rf"\b(?:give|let) (?P<tools>{EITHER}{MORE}) (?:a miss|a rest|rest|be|alone)\b",
+        rf"\b(?:strike|cross|scratch|remove) (?P<tools>{EITHER}{MORE}) (?:off|from)\b",
+        rf"(?P<tools>{EITHER}{MORE}) (?:must|may|should|can|shall|will|is|are)"
         rf"(?: ?not| never|n?'t)(?: ever)? (?:to )?be {USED}",
         rf"(?P<tools>{EITHER}{MORE})(?:\?|:) (?:\w+ )?"
         r"(?:no|never|not|rather not|forget it|skip it)\b",

