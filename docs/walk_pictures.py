@@ -21,7 +21,7 @@ RECORD = Path(__file__).with_name("walk.json")
 WIDTH = 420
 LEFT = 16
 RIGHT = WIDTH - LEFT
-SHOWN = 5  # the attempt of the first picture, counted from 0
+SHOWN = 6  # the attempt of the first picture, counted from 0
 THINK = re.compile(r"<think>\n(.*)\n</think>\n\n(.*)<\|im_end\|>", re.DOTALL)
 NAME = re.compile(r'"name": "(.*?)"')
 
