@@ -148,7 +148,7 @@ def loop() -> Finding:
         text = walk.tokenizer.decode(attempt.ids)
         terms = {
             name: (int(seconds), int(cents) * 1e-7)  # cents for 100,000 tokens
-            for seconds, cents, name in re.findall(r'"(\d\d)s (\d\d)c \w+ (tool-[-\w]+)"', text)
+            for seconds, cents, name in re.findall(r'"(\d\d)s (\d\d)c \w+ ([-\w]+)"', text)
         }
         said = re.findall(r"assistant\n(<think>.*?<\|im_end\|>)", text, re.DOTALL)
         calls = re.findall(r"<tool_call>\n(\{.*?\})\n</tool_call>", "".join(said))

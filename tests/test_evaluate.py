@@ -127,7 +127,7 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
         (["--policy", "mine"], "informed, perfect, routers; did you mean mine/model?"),
         (["--policy", "trained"], "did you mean runs/trained/model?"),
         (["--policy", "runs/traned/model"], "did you mean runs/trained/model?"),
-        ([*asked[:2], "--policy", "nobody"], "a hub id, MODEL@URL"),
+        ([*asked, "--policy", "nobody"], "a hub id, MODEL@URL"),
         (["--policy", "mine/model:turns=many"], "turns=many"),
         (["--world", "nowhere"], "no world 'nowhere'"),
         (["--world", "empty.jsonl"], "empty.jsonl"),

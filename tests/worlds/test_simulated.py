@@ -10,7 +10,7 @@ from nanorchestra.records import Price
 from nanorchestra.tools.simulated import Simulation
 from worlds.miniature import world as miniature
 
-REPLIES = "0860b411ebdb709d"
+REPLIES = "0181b7b2c82ea9c5"
 
 
 def right(rng):
