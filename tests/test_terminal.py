@@ -62,7 +62,8 @@ def test_a_session_at_a_terminal(tmp_path):
     """A large model of random weights babbles, so that there is time to stop it."""
     tokenizer = Tokenizer.from_dir(NANO)
     shape = replace(PRESETS["nano"], hidden_size=768, intermediate_size=3072, num_hidden_layers=8)
-    model = Qwen3(replace(shape, eos_token_ids=tuple(tokenizer.eos_ids)))
+    ids = {"vocab_size": tokenizer.vocab_size, "eos_token_ids": tuple(tokenizer.eos_ids)}
+    model = Qwen3(replace(shape, **ids))
     model.init_weights(0)
     save_checkpoint(model, tokenizer, tmp_path / "model", dtype=torch.float32)
     (tmp_path / "tools.toml").write_text(TOOLS)

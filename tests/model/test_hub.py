@@ -337,7 +337,7 @@ def test_where_a_model_is_named_a_hub_id_will_do(hub, sandbox, tmp_path, monkeyp
         assert f"--policy {wrong}: {wrong} is none of" in line(policies.parse, wrong, ())
         assert "it must be a checkpoint or a hub id" in line(Orchestrator, "junior", "", wrong)
     assert serve.main(["--model", REPO, "--ask", "Hello?", "--json", "--seed", "0"]) in (0, 1)
-    assert f"{pinned}, torch." in capsys.readouterr().err
+    assert f"{pinned}, float32 on cpu" in capsys.readouterr().err
 
 
 def test_serve_says_what_a_model_needs_and_refuses_one_that_cannot_fit(
