@@ -109,7 +109,9 @@ class TaskSection:
         "what plays the attempts in place of our loop: a command, or FILE.py:FUNCTION "
         "(docs/agents.md)",
     )
-    agent_timeout_s: float = setting(600.0, "seconds that an agent has for an attempt")
+    agent_timeout_s: float = setting(
+        600.0, "seconds that an agent has for an attempt, beside the policy's"
+    )
 
 
 @dataclass(frozen=True)

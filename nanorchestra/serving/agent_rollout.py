@@ -18,7 +18,7 @@ docs/agents.md has a whole agent, and what becomes of one that fails, hangs or f
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from starlette.routing import Route
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import SEED_STEP, Attempt, OnEvent, Rollout
+from nanorchestra.engine.sequence import Completion
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.records import ToolCall, ToolResult, Turn
@@ -114,7 +115,7 @@ class AgentAttempt(Attempt):
         handle = AttemptHandle(self.rollout.base_url, self.key, self.about())
         self.rollout.attempts[self.key] = self
         try:
-            async with asyncio.timeout(self.rollout.timeout_s):
+            async with asyncio.timeout(self.rollout.timeout_s) as self.time_limit:
                 said = await self.rollout.agent.run(handle)
             if said:
                 self.take(said)
@@ -182,7 +183,7 @@ class AgentAttempt(Attempt):
             if tokens <= 0:
                 self._end("token_limit" if room <= 0 else "user_limit", "no token is left")
             self.goes_on = False
-            completion = await self._sample(len(t.turns), tokens)
+            completion = await self._untimed(self._sample(len(t.turns), tokens))
             turn, parsed = self._record(completion)
             if completion.finish_reason == "error":
                 turn.results = [ToolResult(completion.text, error=True, infrastructure=True)]
@@ -190,6 +191,17 @@ class AgentAttempt(Attempt):
             turn.calls = list(parsed.calls)
             t.answer = parsed.content or t.answer
             return self._answer(body, completion)
+
+    async def _untimed(self, sampling: Awaitable[Completion]) -> Completion:
+        """Awaits the policy. Its seconds are not the agent's: in lockstep others hold it up."""
+        clock = asyncio.get_running_loop().time
+        left_s = self.time_limit.when() - clock()
+        self.time_limit.reschedule(None)
+        try:
+            return await sampling
+        finally:
+            if self.key in self.rollout.attempts:  # the agent has not ended meanwhile
+                self.time_limit.reschedule(clock() + left_s)
 
     def _check(self, body):
         """HTTPException for a request that is not served, or comes after the attempt's end."""

@@ -221,7 +221,7 @@ def test_an_agent_that_fails_ends_its_own_attempt_alone(ours, world, function, s
             return function(attempt)
         return ask(attempt, attempt.task["messages"]).content
 
-    rollout = agent(ours, play, timeout_s=8.0 if function is endless else 60.0)
+    rollout = agent(ours, play, timeout_s=4.0 if function is endless else 60.0)
     envs = [world.environment(world.task("train", index), 0) for index in range(3)]
     bad, *good = rollout.run(envs, [1, 2, 3])
     assert bad.status == status and failure in bad.failure and bad.outcome == 0
