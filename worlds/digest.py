@@ -29,7 +29,7 @@ def digest(world: Miniature) -> str:
 
     A task counts with all its fields, the messages and tools of its prompt; a demonstration with
     its prompt and turns, results included. What none of these draws shows is not in the digest. It
-    is the same in every process and on every machine.
+    is the same in every process; floats are rounded so that machines agree.
     """
     sums = hashlib.sha256()
     for split in ("train", "held_out"):

@@ -5,7 +5,8 @@ by heart. They are split by the hashes of the grammar's entries, so before any t
 
     train       trained lines and words alone
     held_out    trained words, and at least one line that training never shows
-    unseen      trained lines, and at least one word that training never shows
+    unseen      trained lines, and at least one word that training never shows (four of the 44, such
+                as "find me", come about from other entries)
 """
 
 import random

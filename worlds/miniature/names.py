@@ -1,4 +1,4 @@
-"""Aliases of tools, of any shape: made-up syllables, ordinary words, letters, names of real models.
+"""Aliases of tools, of any shape: made-up words, ordinary words, letters, names of real models.
 
 Training and held-out tasks share no alias, and no word or maker of models either.
 """
@@ -19,7 +19,10 @@ KINDS = (*SKILLS, *FITTING_TOOL.values())  # words that the world says itself
 
 
 def draw_names(rng: random.Random, count: int, held_out: bool) -> list[str]:
-    """Returns different aliases; letters, digits, hyphens and underscores, 2 to 34 of them."""
+    """Returns different aliases of letters, digits, hyphens and underscores, of one side or other.
+
+    None contains a word of KINDS.
+    """
     names: list[str] = []
     while len(names) < count:
         (shape,) = rng.choices(list(SHAPES), list(SHAPES.values()))
