@@ -20,7 +20,7 @@ from worlds.miniature.induction import draft_induction
 from worlds.miniature.offers import corpus
 
 VOCAB_SIZE = 1024  # of the tokenizer,
-LESSONS = 1200  # which is trained on so many demonstrations
+LESSONS = 4800  # which is trained on so many demonstrations
 
 
 def draft(world: World, seed: int, directory: Path) -> None:

@@ -15,6 +15,7 @@ from worlds.miniature.tables import FITTING_TOOL, SKILLS
 _PARTS = read_toml(Path(__file__).with_suffix(".toml"))
 SHAPES = {"syllables": 5, "words": 2, "letters": 3, "model": 2}  # shape -> its share
 JOINTS = ("-", "-", "_", "")
+CAPITALS = 0.06  # of the aliases are in capitals
 KINDS = (*SKILLS, *FITTING_TOOL.values())  # words that the world says itself
 
 
@@ -27,6 +28,8 @@ def draw_names(rng: random.Random, count: int, held_out: bool) -> list[str]:
     while len(names) < count:
         (shape,) = rng.choices(list(SHAPES), list(SHAPES.values()))
         name = _DRAW[shape](rng, held_out)
+        if rng.random() < CAPITALS:
+            name = name.upper()
         says_kind = any(kind in name.casefold() for kind in KINDS)
         if is_held_out(name) == held_out and name not in names and not says_kind:
             names.append(name)
@@ -53,7 +56,7 @@ def _syllables(rng, held_out):
 
 
 def _words(rng, held_out):
-    words = [rng.choice(_of("words", held_out)) for _ in range(rng.choice((1, 1, 2)))]
+    words = [rng.choice(_of("words", held_out)) for _ in range(rng.choice((1, 1, 2, 2, 3)))]
     joint = rng.choice(JOINTS)
     if not joint or rng.random() < 0.2:
         words = [word.capitalize() for word in words]
@@ -71,7 +74,8 @@ def _letters(rng, held_out):
 def _model(rng, held_out):
     parts = [rng.choice(_of("makers", held_out))]
     parts += [rng.choice(_PARTS["versions"]), rng.choice(_PARTS["editions"])]
-    return "-".join(filter(None, parts))
+    joint = rng.choice(JOINTS[:3])
+    return joint.join(part.capitalize() if joint == "_" else part for part in parts if part)
 
 
 def _dressed(rng, name):

@@ -17,6 +17,7 @@ SKILLS, UNSURE, EXPERT_TOKENS = _TABLES["skills"], _TABLES["unsure"], _TABLES["e
 PRICES, LATENCIES = _TABLES["prices"], _TABLES["latencies"]  # what -> range
 
 AVOID_SHARE = _TABLES["avoid_share"]
+READING_LESSONS = _TABLES["reading_lessons"]
 PREFERENCES = {  # name -> share of the tasks, weights of outcome, cost and latency
     name: (entry["share"], tuple(entry["weights"]))
     for name, entry in _TABLES["preferences"].items()

@@ -22,6 +22,7 @@ from worlds.miniature.offers import (
 
 MAX_CALLS = 5
 LOWEST = {"cheap": "price", "fast": "latency"}  # what a thought compares, by preference
+NO_TOOL = "no tool"  # the answer of the teacher where none is on offer
 ACCEPTS_SURE, ACCEPTS_UNSURE = 0.85, 0.5  # probability of answering with what an expert said
 
 
@@ -61,20 +62,35 @@ def consider(task: Task, asked: Sequence[str] = ()) -> str:
     one of the two alone; and the kind of question, after its difficulty or the table where a chain
     begins. The choice follows it without a word between.
     """
-    data, preference = task.data, task.preference.name
-    about = data["subject"]
-    if task.kind == "knowledge":
-        about = f"{data['difficulty']} {about}"
-    elif task.kind == "chain":
-        about = f"{data['solution'][0]} {about}"
-    left = allowed(task, asked)
-    bans = [f"not {o['what']}" for o in data["tools"] if o["name"] in task.preference.avoided]
-    parts = [preference, *bans, ", ".join(_entry(offer, preference) for offer in left)]
+    preference, left = task.preference.name, allowed(task, asked)
+    parts = [*_wish(task), ", ".join(_entry(offer, preference) for offer in left)]
     experts = [offer for offer in left if is_expert(offer)]
     if preference in LOWEST and experts:
         lowest = min(experts, key=lambda offer: offer[LOWEST[preference]])
         parts.append("lowest " + lowest["what"])
-    return ". ".join([*parts, f"use for {about}"])
+    return ". ".join([*parts, f"use for {_about(task)}"])
+
+
+def read(task: Task) -> Lesson:
+    """Returns the turn of a teacher that has no tool: it says what the user wants and asks."""
+    return Lesson(". ".join([*_wish(task), f"use for {_about(task)}"]), NO_TOOL)
+
+
+def _wish(task) -> list[str]:
+    """The preference and the kinds of the forbidden tools: "fast", "not code"."""
+    avoided = task.preference.avoided
+    bans = [f"not {offer['what']}" for offer in task.data["tools"] if offer["name"] in avoided]
+    return [task.preference.name, *bans]
+
+
+def _about(task) -> str:
+    """The kind of question, after its difficulty or the table where a chain begins."""
+    about = task.data["subject"]
+    if task.kind == "knowledge":
+        return f"{task.data['difficulty']} {about}"
+    if task.kind == "chain":
+        return f"{task.data['solution'][0]} {about}"
+    return about
 
 
 def allowed(task: Task, asked: Sequence[str] = ()) -> list[Offer]:

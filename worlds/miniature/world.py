@@ -42,9 +42,10 @@ from worlds.miniature.tables import (
     LESSON_KINDS,
     PREFERENCES,
     PRICES,
+    READING_LESSONS,
     SPECIALISTS,
 )
-from worlds.miniature.teacher import teach
+from worlds.miniature.teacher import read, teach
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,13 @@ class Miniature:
     def lesson(self, index: int, most_tools: int = 0) -> tuple[ToolEnvironment, list[Lesson]]:
         """Returns an environment, and the turns of a teacher that has acted in it.
 
-        Lessons have other shares of kinds than tasks: copying is learnt slowly.
+        Lessons have other shares of kinds than tasks: copying is learnt slowly. One in
+        READING_LESSONS + 1 has tools. In the others none is on offer, and the teacher only says
+        what it has read: they are a seventh as long, and a wish has very many forms.
         """
         task = self._draw(TRAIN, index, LESSON_KINDS, most_tools)
+        if index % (READING_LESSONS + 1):
+            return ToolEnvironment(task, []), [read(task)]
         env = self.environment(task, 0)
         return env, teach(env, 0)
 
