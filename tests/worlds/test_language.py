@@ -63,7 +63,6 @@ def test_no_sentence_of_training_has_an_entry_that_is_held_out(monkeypatch):
             trained, held = language._entries(name)
             assert trained[:3] == GRAMMAR[section][name][:3]
             entries.update(held)
-    new["lines"] -= {"tell me", "take", "consider"}  # which stand in other lists, too
     assert len(new["lines"]) > 50 and len(new["words"]) > 15
     assert not shown[TRAIN] & (new["lines"] | new["words"])
     assert new["lines"] & shown[HELD_OUT] and not new["words"] & shown[HELD_OUT]
@@ -72,7 +71,9 @@ def test_no_sentence_of_training_has_an_entry_that_is_held_out(monkeypatch):
 
 def test_a_word_never_shown_stands_nowhere_in_training():
     words = {word for name in GRAMMAR["words"] for word in language._entries(name)[1]}
-    words -= {"really low", "find me", "a fast answer", "as fast as you can"}  # made of others
+    words -= {"really low", "find me", "a fast answer", "as fast as you can", "no mistake"}
+    words -= {"is secondary", "a correct result", "a lot of money"}
+    words -= {"my top priority", "my first concern"}  # these ten are made of other entries, too
     for name in NAMES:
         for text in sentences(name, TRAIN):
             for word in words:
@@ -93,8 +94,8 @@ def test_aliases_have_any_shape_and_none_says_a_kind():
     names = {held: draw_names(random.Random(1), 3000, held) for held in (False, True)}
     assert not set(names[False]) & set(names[True])
     for drawn in names.values():
-        assert all(re.fullmatch(r"[A-Za-z0-9_-]{2,40}", name) for name in drawn)
+        assert all(re.fullmatch(r"[A-Za-z0-9_-]{2,64}", name) for name in drawn)
         for kind in (*SKILLS, "code", "search", "records"):
             assert not any(kind in name.casefold().split("-") for name in drawn)
-        for shape in (r"tool-", r"^[a-z]+$", r"[A-Z]", r"_", r"^gpt-|^llama-|^palm-", r"\d"):
+        for shape in (r"tool-", r"^[a-z]+$", r"[A-Z]", r"_", r"(?i)^(gpt|llama|palm)[-_]", r"\d"):
             assert sum(bool(re.search(shape, name)) for name in drawn) > 20, shape

@@ -13,7 +13,7 @@ from miniature_tasks import environment, tasks_of
 from nanorchestra.records import Preference, Task
 from nanorchestra.training.warm_start import demonstration
 from worlds.miniature.offers import describe
-from worlds.miniature.tables import PREFERENCES
+from worlds.miniature.tables import PREFERENCES, READING_LESSONS
 from worlds.miniature.teacher import consider, teach
 from worlds.miniature.world import Miniature
 
@@ -164,7 +164,7 @@ def test_a_thought_lists_what_the_prompt_says():
 def test_first_lessons_offer_few_tools_and_keep_the_one_that_fits(sandbox):
     for count in (1, 2):
         for index in range(100):
-            env, lessons = Miniature(0, sandbox).lesson(index, count)
+            env, lessons = Miniature(0, sandbox).lesson((READING_LESSONS + 1) * index, count)
             task = env.task
             offered = [t["what"] for t in task.data["tools"]]
             assert len(offered) == count and (task.kind != "chain" or "records" in offered)

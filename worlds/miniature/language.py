@@ -1,12 +1,12 @@
-"""How users of the miniature talk: sentences drawn from the grammar of language.toml.
+"""How users of the miniature talk: sentences of a grammar, language.toml and wishes.toml.
 
 There are thousands of clauses for each wish and millions of sentences, so that none can be learnt
 by heart. They are split by the hashes of the grammar's entries, so before any training:
 
     train       trained lines and words alone
     held_out    trained words, and at least one line that training never shows
-    unseen      trained lines, and at least one word that training never shows (four of the 44, such
-                as "find me", come about from other entries)
+    unseen      trained lines, and at least one word that training never shows (ten of the 44, such
+                as "find me", can come about from other entries)
 """
 
 import random
@@ -20,6 +20,7 @@ from nanorchestra.files import read_toml
 
 TRAIN, HELD_OUT, UNSEEN = "train", "held_out", "unseen"  # the splits
 GRAMMAR = read_toml(Path(__file__).with_suffix(".toml"))
+GRAMMAR["lines"] |= read_toml(Path(__file__).with_name("wishes.toml"))["lines"]
 ALWAYS = 3  # the first entries of a list, which training always shows
 NEW = {HELD_OUT: "lines", UNSEEN: "words"}  # split -> section of which it shows new entries
 ONE_OF = {"lines": 5, "words": 10}  # one entry of so many is new
@@ -69,9 +70,8 @@ def _entries(name: str) -> tuple[list[str], list[str]]:
     entries = GRAMMAR[section][name]
     if section not in ONE_OF:
         return entries, []
-    others = {*entries} - {*entries[:ALWAYS]}
-    if section == "words":
-        others = {entry for entry in others if not _said_elsewhere(entry, entries)}
+    others = {entry for entry in entries[ALWAYS:] if not _said_elsewhere(entry, entries)}
+    others -= {*entries[:ALWAYS]}
     by_hash = sorted(others, key=lambda entry: (zlib.crc32(entry.encode()), entry))
     new = by_hash[: len({*entries}) // ONE_OF[section]]
     return [entry for entry in entries if entry not in new], new
@@ -79,7 +79,15 @@ def _entries(name: str) -> tuple[list[str], list[str]]:
 
 def _said_elsewhere(entry, entries) -> bool:
     """Returns whether another list says an entry too, or another entry of its own list."""
-    pattern = re.compile(rf"\b{re.escape(entry)}\b")
-    lists = [texts for section in GRAMMAR.values() for texts in section.values()]
-    said = sum(len(pattern.findall(text)) for texts in lists for text in texts)
-    return said > entries.count(entry)
+    if _all_entries().count(entry) == entries.count(entry):
+        return False
+    starts, ends = (r"\b" if end.isalnum() else "" for end in (entry[:1], entry[-1:]))
+    said = re.findall(starts + re.escape(entry) + ends, _all_entries())
+    return len(said) > entries.count(entry)
+
+
+@cache
+def _all_entries() -> str:
+    """Returns all entries of the grammar, one per line."""
+    lists = [entries for section in GRAMMAR.values() for entries in section.values()]
+    return "\n".join(entry for entries in lists for entry in entries)
