@@ -216,7 +216,7 @@ def test_commands(talk, nano_tokenizer):
         ("/prefer be cheap, never use gpt-5.", "preference: there is no 'gpt-5' to ban; there are"),
         ("/prefer never=gpt-5", "preference: there is no gpt-5 to ban; there are tool-ro"),
         ("/prefer tool-se-li=1", "have weights above 0; nano has learnt to avoid tools"),
-        ("/prefer sing a song", "preference: 'sing a song' is not understood; say be cheap"),
+        (f"/prefer {'sing ' * 50}", "preference: has 249 characters; nano reads 200 at most"),
         ("/tools frob", "^/tools: no 'frob'; there are tool-ro-ta-vi, tool-ku-no"),
         ("/tools tool-kuno", "did you mean tool-ku-no[?]$"),
         ("/load /no/file", "^/no/file: cannot be read"),

@@ -64,6 +64,7 @@ NO_WEIGHT = (
     "these words set no weight, ban or limit; the model reads them as they stand. Words that do: "
     "be cheap, be fast, be right, never use NAME; /budget sets limits"
 )
+NANO_READS = "nano reads these words itself; /trace shows its thoughts, which begin with what it has read"
 NO_EXPERT = "all experts are off: the model has learnt with one on offer, and fails without one"
 
 
@@ -133,7 +134,7 @@ class MiniatureQuestions(OpenQuestions):
         return {offer["name"] for offer in LINE_UP if is_expert(offer)} <= self.off
 
     def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
-        """Returns an attempt under a preference, which is put in this world's words.
+        """Returns an attempt under a preference, which nano reads as it is typed.
 
         UserError outside this world, OutsideError if it is the question.
         """
@@ -299,6 +300,9 @@ class Terminal:
         preference = self._open(self.world.examples[0], stated, 0).task.preference
         self.stated = stated
         self.console.line(f"added to a question: {preference.words or 'nothing'}")
+        if self.world.alone and words_and_vector(text)[0]:
+            self.console.line(NANO_READS)
+            return
         self.console.line(described(preference))
         words, vector = words_and_vector(text)
         unknown = unknown_ban(words, all_ban_names(self.world.tools))

@@ -63,16 +63,17 @@ def test_made_up_facts_agree_between_questions_and_experts_know_them(sandbox):
     assert shorter.data["tables"]["order"] == asked.data["tables"]["order"]
 
 
-def test_a_preference_stands_in_the_prompt_in_the_worlds_words():
+def test_a_preference_stands_in_the_prompt_as_it_is_typed():
     for stated, name, text in (
         ("", "balanced", ""),
-        ("I want it right", "right", "Be right."),
-        ("be fast and avoid Tool-se-li", "fast", "Be fast. Do not use small tool-se-li."),
+        ("I want it right", "right", "I want it right."),
         (
-            "never use tool-ro-ta-vi",
-            "balanced",
-            "Do not use large tool-ro-ta-vi.",
+            "be fast and avoid Tool-se-li",
+            "fast",
+            "be fast and avoid Tool-se-li. Do not use small tool-se-li.",
         ),
+        ("Not the large one!", "balanced", "Not the large one!"),
+        ("sing  a song", "balanced", "sing a song."),
     ):
         preference = as_preference(stated, {}, LINE_UP)
         assert (preference.name, preference.text) == (name, text)

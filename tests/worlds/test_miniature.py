@@ -181,3 +181,21 @@ def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
         given = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if not own])
         assert "tool_response" not in written and written.endswith("<|im_end|>")
         assert given.count("<tool_response>") == written.count("<tool_call>")
+
+
+def test_lessons_of_reading_have_no_tool_and_say_what_stands_in_the_prompt(sandbox):
+    count, bans = 0, 0
+    for index in range(200):
+        env, lessons = Miniature(0, sandbox).lesson(index)
+        if index % (READING_LESSONS + 1) == 0:
+            assert env.tools
+            continue
+        (lesson,) = lessons
+        preference = env.task.preference
+        assert not env.tools and not lesson.call and lesson.content == "no tool"
+        first, *rest, about = lesson.thought.split(". ")
+        assert first == preference.name and about.startswith("use for ")
+        kinds = [t["what"] for t in env.task.data["tools"] if t["name"] in preference.avoided]
+        assert rest == [f"not {kind}" for kind in kinds]
+        count, bans = count + 1, bans + len(kinds)
+    assert count == 150 and bans > 40

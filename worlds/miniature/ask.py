@@ -1,7 +1,8 @@
-"""Turns typed questions and preferences into tasks of the miniature, in the world's own words.
+"""Turns typed questions and preferences into tasks of the miniature.
 
-nano has learnt only these words. The codes and records that its experts and tools are said to know
-are made up from the question: the same question has the same answer every time.
+A question is put in the world's own words. A preference stays as it is typed: nano reads it. The
+codes and records that its experts and tools are said to know are made up from the question: the
+same question has the same answer every time.
 """
 
 import random
@@ -33,6 +34,7 @@ PLAIN: dict[str, str] = _DATA["plain"]  # sentences for what has been understood
 CASE = rf"(?:(easy|hard) )?({'|'.join(map(' '.join, NOUNS.items()))}) ([1-9]\d\d)(?:.*code)?"
 PRODUCT_OR_SUM = r"([1-9]\d\d) ?(\*) ?([1-9])|([1-9]\d) ?([+-]) ?([1-9]\d)"
 ROW = rf"({'|'.join(FIELDS)}) of ([a-z ]+) ([1-9]\d\d)"
+LONGEST = 200  # characters of a preference
 PATHS = {" of ".join(reversed(chain[:k])): chain[:k] for chain in CHAINS for k in (2, 3)}
 
 
@@ -63,13 +65,17 @@ def as_task(question: str, preference_text: str, vector: Json) -> Task:
 
 
 def as_preference(text: str, vector: Json, offers: Collection[Offer]) -> Preference:
-    """Returns the preference that words and a vector state, in this world's words.
+    """Returns the preference that words and a vector state.
 
-    It is one of the four that nano has learnt, "balanced" and unsaid if none is stated. A tool may
-    be named by its alias or by what it is ("large"). UserError for what nano has not learnt.
+    nano reads the words as they are typed. Weights get the sentence of the nearest of its four
+    preferences, and bans that the words do not state get one each. Bans in words are enforced,
+    too: a tool may be named by its alias or by what it is ("large"). The weights are those of the
+    nearest of the four, for the record: of words, as `weights_in` understands them. UserError for
+    what nano has not learnt.
     """
     names = [offer["name"] for offer in LINE_UP]  # of which a task offers some
-    bans = [*names, *(offer["what"] for offer in LINE_UP), *map(title, LINE_UP)]
+    kinds = [offer["what"] for offer in LINE_UP]
+    bans = [*names, *kinds, *map(title, LINE_UP)]
     given = Preference.of(text, vector, "preference", names, bans)
     favoured = [name for name, weight in given.tools.items() if weight > 0]
     require(
@@ -81,21 +87,24 @@ def as_preference(text: str, vector: Json, offers: Collection[Offer]) -> Prefere
     unknown = unknown_ban(text, bans)
     known = ", ".join(map(title, LINE_UP))
     require(not unknown, f"preference: there is no {unknown[:60]!r} to ban; there are {known}")
-    stated = weights_in(text)
+    require(
+        len(text) <= LONGEST,
+        f"preference: has {len(text):,} characters; nano reads {LONGEST} at most",
+    )
+    words = " ".join(text.split())
+    if words and words[-1] not in ".!?":
+        words += "."
+    sentences, stated = [words] if words else [], weights_in(text)
     if WEIGHED & {*vector}:
         stated = given.outcome, given.cost, given.latency
-    require(
-        stated or forbidden or not text,
-        f"preference: {text!r} is not understood; say be cheap, be fast, be right, a balance, or "
-        f"do not use {names[0]}",
-    )
-    name = Preference("", *stated).name if stated else "balanced"
-    weights = PREFERENCES[name][1]
+        sentences = [PLAIN[Preference("", *stated).name]]
+    weights = PREFERENCES[Preference("", *stated).name if stated else "balanced"][1]
     avoided = [
         offer for offer in offers if banned([offer["name"], offer["what"], title(offer)], forbidden)
     ]
-    sentences = [PLAIN[name]] if stated else []
-    sentences += [PLAIN["ban"].format(tool=title(offer)) for offer in avoided]
+    said = bans_in(" ".join(sentences), [*kinds, *map(title, LINE_UP)])  # as nano knows them
+    unsaid = [offer for offer in avoided if not banned([offer["what"], title(offer)], said)]
+    sentences += [PLAIN["ban"].format(tool=title(offer)) for offer in unsaid]
     return Preference(
         " ".join(sentences),
         *weights,
