@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from nanorchestra.agent.environment import Environment, PreparedCall, refused_call
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.sequence import Completion, OnToken, SamplingParams
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.records import (
     Price,
     ToolCall,
@@ -275,10 +275,14 @@ def preference_of(metadata: Json) -> tuple[str, Json]:
 
     `preference` is a line as in the terminal, or a JSON object of weights and limits whose "text"
     are the words; `usd`, `seconds` and `never` are limits beside it. OpenAI's clients send values
-    as strings: JSON in a string is read. UserError.
+    as strings: JSON in a string is read. UserError, also for a name that is nearly one of these;
+    any other belongs to the client, and is ignored.
     """
-    fields = {}
-    for name in ("preference", "usd", "seconds", "never"):
+    names, fields = ("preference", "usd", "seconds", "never"), {}
+    for name in metadata.keys() - {*names}:
+        meant = nearest(name, names)
+        require(not meant, f"metadata: {name[:40]!r} is none of {', '.join(names)}{meant}")
+    for name in names:
         value = metadata.get(name)
         if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
             try:

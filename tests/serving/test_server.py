@@ -361,6 +361,7 @@ def test_a_preference_comes_as_a_line_or_as_json(http, running, metadata, words,
         ({"usd": "much"}, "metadata: usd: 'much' is not of type 'number'"),
         ({"usd": []}, "usd"),
         ({"preference": {"text": 1}}, "metadata.preference.text: must be a text"),
+        ({"second": "5", "user": "me"}, "metadata: 'second' is none of preference, usd, seconds"),
         ({"preference": {"text": "a" * 2001}}, "text: has 2,001 characters; 2,000 at most"),
     ],
 )
