@@ -21,7 +21,7 @@ RECORD = Path(__file__).with_name("walk.json")
 WIDTH = 420
 LEFT = 16
 RIGHT = WIDTH - LEFT
-SHOWN = 6  # the attempt of the first picture, counted from 0
+SHOWN, BESIDE = 2, 1  # the attempt of the first picture, counted from 0, and one to compare
 THINK = re.compile(r"<think>\n(.*)\n</think>\n\n(.*)<\|im_end\|>", re.DOTALL)
 NAME = re.compile(r'"name": "(.*?)"')
 
@@ -305,7 +305,7 @@ def tokens(record: Json) -> Picture:
     column = Column("walk-tokens", "Tokens of two attempts that one step makes likelier or not")
     column.heading("Which tokens one step moves")
     _key(column, (("likelier", "both"), ("less likely", "alarm"), ("by under 0.02", "free")))
-    for index in (SHOWN, 2):
+    for index in (SHOWN, BESIDE):
         played = record["attempts"][index]
         column.y += 28
         words = f"attempt {index + 1}: advantage {played['advantage']:+.2f}"
