@@ -4,9 +4,9 @@
     python benchmarks/recipe.py --config nano --seeds 0 --list
 
 A run is runs/recipe-VARIANT-SEED, of one thread. Finished runs are not made again and stopped ones
-are resumed, so the command goes on where it was. All variants of a seed play the same held-out
-tasks at the end; rewards are compared task by task, over all seeds, with 95% bootstrap intervals
-over tasks, and once more by the means of the seeds, whose spread tasks alone do not show.
+are resumed, so the command goes on where it was; for other settings name another --root. All
+variants of a seed play the same held-out tasks at the end. Rewards are compared task by task, with
+95% bootstrap intervals over the tasks of all seeds, and by the means of the seeds.
 """
 
 from __future__ import annotations
@@ -17,31 +17,35 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tqdm import tqdm  # noqa: E402
 
-from nanorchestra.errors import ArgumentParser, UserError, command, require  # noqa: E402
+from nanorchestra.errors import ArgumentParser, command, require  # noqa: E402
 from nanorchestra.files import write_whole  # noqa: E402
 from nanorchestra.report.run import Run  # noqa: E402
 from nanorchestra.schemas import Json  # noqa: E402
+from nanorchestra.settings import load_config  # noqa: E402
 from worlds.metrics import interval  # noqa: E402
 
 PRESET = "preset"
 WITHOUT = {  # what is taken away -> its settings
-    "kl": {"grpo.kl_coef": "0"},
-    "min_entropy": {"grpo.min_entropy": "0"},
+    "kl": {"grpo.kl_coef": 0.0},
+    "min_entropy": {"grpo.min_entropy": 0.0},
     "bounds": {"grpo.bounds": "group"},
     "muon": {"grpo.optimizer": "adamw"},
-    "temperature": {"rollout.temperature": "1"},
+    "temperature": {"rollout.temperature": 1.0},
 }
-TOGETHER = {**WITHOUT["kl"], **WITHOUT["min_entropy"], **WITHOUT["bounds"]}
-VARIANTS = {PRESET: {}, **WITHOUT, "all": TOGETHER | WITHOUT["temperature"] | WITHOUT["muon"]}
+ALL = {name: value for settings in WITHOUT.values() for name, value in settings.items()}
+VARIANTS = {PRESET: {}, **WITHOUT, "all": ALL}
+
+Rewards = dict[tuple[str, int], list[float]]  # (variant, seed) -> of each held-out task
 
 
 @command("recipe.py")
@@ -59,24 +63,26 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
     require(options.parallel > 0, f"--parallel must be at least 1, not {options.parallel}")
-    shared = ["--run.threads", "1", "--run.root", str(options.root)]
+    shared = {"run.threads": 1, "run.root": str(options.root)}
     for setting in options.set:
         name, equals, value = setting.partition("=")
         require(equals, f"--set {setting}: write NAME=VALUE, such as grpo.steps=40")
-        shared += [f"--{name}", value]
+        shared[name] = _value(value)
     names = list(dict.fromkeys([PRESET, *options.variants]))
-    runs = {(name, seed): f"recipe-{name}-{seed}" for seed in options.seeds for name in names}
-    commands = []
-    for (name, seed), run in runs.items():
-        settings = [word for pair in VARIANTS[name].items() for word in (f"--{pair[0]}", pair[1])]
-        own = ["--run.name", run, "--run.seed", str(seed), *settings]
-        commands.append((options.root / run, ["--config", options.config, *own, *shared]))
+    runs = {}
+    for seed in options.seeds:
+        for name in names:
+            own = {"run.name": f"recipe-{name}-{seed}", "run.seed": seed}
+            runs[name, seed] = own | VARIANTS[name] | shared
     if options.list:
-        print("\n".join(f"python train.py {' '.join(words)}" for _, words in commands))
+        for settings in runs.values():
+            print(f"python train.py {' '.join(_words(options.config, settings))}")
         return 0
     with ThreadPoolExecutor(options.parallel) as pool:
-        list(tqdm(pool.map(partial(_train), *zip(*commands, strict=True)), total=len(commands)))
-    rewards = {key: _rewards(options.root / run) for key, run in runs.items()}
+        made = [pool.submit(_train, options.config, settings) for settings in runs.values()]
+        for run in tqdm(made, unit="run"):
+            run.result()
+    rewards = {key: _rewards(_folder(settings)) for key, settings in runs.items()}
     table = {name: compared(rewards, name, options.seeds) for name in names}
     print(f"{'without':12} {'reward':>8}  {'minus preset, paired':26} by seed")
     for name, row in table.items():
@@ -88,11 +94,11 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def compared(rewards: dict[tuple[str, int], list[float]], name: str, seeds: Sequence[int]) -> Json:
-    """Returns mean reward of a variant, and what it earns more than the preset.
+def compared(rewards: Rewards, name: str, seeds: Sequence[int]) -> Json:
+    """Returns the mean reward of a variant, and what it earns more than the preset.
 
-    rewards: of each variant and seed, one for each held-out task. `spread` is the standard
-    deviation of the differences over seeds, None for a single one.
+    `difference` has the mean over all tasks and its interval, which takes the tasks of all seeds as
+    drawn alike; `by_seed` the means of the seeds, whose spread the interval does not know.
     """
     differences, by_seed = [], []
     for seed in seeds:
@@ -104,22 +110,46 @@ def compared(rewards: dict[tuple[str, int], list[float]], name: str, seeds: Sequ
         "reward": fmean(value for seed in seeds for value in rewards[name, seed]),
         "difference": list(interval(differences)),
         "by_seed": by_seed,
-        "spread": stdev(by_seed) if by_seed[1:] else None,
     }
 
 
-def _train(run: Path, settings: list[str]) -> None:
-    """Makes or finishes a run, with its output in RUN.log. UserError if it fails."""
+def _value(text: str) -> Any:
+    """Returns a number or a boolean that a text is, else the text."""
+    with suppress(ValueError):
+        return json.loads(text)
+    return text
+
+
+def _folder(settings) -> Path:
+    return Path(settings["run.root"]) / settings["run.name"]
+
+
+def _words(config: str, settings: Json) -> list[str]:
+    """Returns the options of train.py for a run."""
+    named = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return ["--config", config, *named]
+
+
+def _train(config: str, settings: Json) -> None:
+    """Makes or finishes a run, with its output in RUN.log.
+
+    UserError if it fails, or if a run of this name has other settings.
+    """
+    run = _folder(settings)
+    words = _words(config, settings)
+    if (run / "config.toml").is_file():
+        same = load_config(run / "config.toml") == load_config(config, settings)
+        require(same, f"{run}: has other settings; name another --root, or remove it")
+        words = ["--resume", str(run)]
     if (run / "summary.json").is_file():
         return
-    if (run / "config.toml").is_file():
-        settings = ["--resume", str(run)]
     run.parent.mkdir(parents=True, exist_ok=True)
     with run.with_suffix(".log").open("w") as log:
-        words = [sys.executable, str(ROOT / "train.py"), *settings]
-        failed = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-    if failed:
-        raise UserError(f"{run.with_suffix('.log')}: the run ended with status {failed}")
+        program = [sys.executable, str(ROOT / "train.py"), *words]
+        failed = subprocess.run(
+            program, stdout=log, stderr=subprocess.STDOUT, check=False
+        ).returncode
+    require(not failed, f"{run.with_suffix('.log')}: the run ended with status {failed}")
 
 
 def _rewards(run: Path) -> list[float]:

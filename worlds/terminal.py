@@ -64,7 +64,7 @@ NO_WEIGHT = (
     "these words set no weight, ban or limit; the model reads them as they stand. Words that do: "
     "be cheap, be fast, be right, never use NAME; /budget sets limits"
 )
-NANO_READS = "nano reads these words itself; /trace shows its thoughts, which begin with what it has read"
+NANO_READS = "nano reads the words itself: its thought begins with what it has read"
 NO_EXPERT = "all experts are off: the model has learnt with one on offer, and fails without one"
 
 
@@ -300,13 +300,13 @@ class Terminal:
         preference = self._open(self.world.examples[0], stated, 0).task.preference
         self.stated = stated
         self.console.line(f"added to a question: {preference.words or 'nothing'}")
-        if self.world.alone and words_and_vector(text)[0]:
-            self.console.line(NANO_READS)
-            return
         self.console.line(described(preference))
         words, vector = words_and_vector(text)
         unknown = unknown_ban(words, all_ban_names(self.world.tools))
-        if unknown and not self.world.alone:
+        if self.world.alone:
+            if words not in ("", "off"):
+                self.console.line(NANO_READS)
+        elif unknown:
             self.console.line(f"no ban: there is no tool or model {unknown!r} here")
         elif words not in ("", "off") and not (weights_in(words) or vector or preference.never):
             self.console.line(NO_WEIGHT)

@@ -22,9 +22,9 @@ WEIGHED = {"outcome", "accuracy", "cost", "latency"}  # entries of a vector that
 # What a clause is about, by its words: of what is wanted, and of what is not.
 ABOUT = {
     "outcome": (
-        r"right(?! away| now)|correct\w*|accura\w+|precis\w+|exact\w*|sure|certain\w*|careful(?! with)|carefully"
-        r"|reliab\w+|quality|perfect\w*|thorough\w*|best|true|truth|flawless\w*|verif\w+|check\w*"
-        r"|mistakes?|errors?|wrong|false|incorrect|guess\w*|flaws?|slips?"
+        r"right(?! away| now)|correct\w*|accura\w+|precis\w+|exact\w*|sure|certain\w*|carefully"
+        r"|careful(?! with)|reliab\w+|quality|perfect\w*|thorough\w*|best|true|truth|flawless\w*"
+        r"|verif\w+|check\w*|mistakes?|errors?|wrong|false|incorrect|guess\w*|flaws?|slips?"
     ),
     "cost": (
         r"cheap\w*|inexpensive\w*|economical\w*|frugal\w*|thrift\w*|affordable|budgets?|costs?"
@@ -56,8 +56,9 @@ WAIVED = re.compile(
 # What follows is waived: "even if it is slow", "accuracy over speed", "fast, not cheap".
 CONCESSION = re.compile(
     r"\b(?:even (?:if|when|though|at)|although|though|despite|whatever|however|regardless|no matter"
-    r"|irrespective|never mind|hang|damn|accept|at any|at all costs?|i (?:don't|do not) (?:mind|care)"
-    r"|rather than|instead of|over|if (?!you|possible|need))|^ ?(?:and )?not (?!too\b|more\b)"
+    r"|irrespective|never mind|hang|damn|accept|at any|at all costs?|i (?:don't|do not) mind"
+    r"|i (?:don't|do not) care|rather than|instead of|over|if (?!you|possible|need))"
+    r"|^ ?(?:and )?not (?!too\b|more\b)"
 )
 # What follows is wanted: "rather slow than wrong", "trade time for money".
 PREFERRED = re.compile(r".*\b(?:(?:rather|sooner|better) .*than|(?:sacrifice|trade) .*for) ")

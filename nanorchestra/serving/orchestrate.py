@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from nanorchestra.agent.environment import Environment, PreparedCall, refused_call
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.sequence import Completion, OnToken, SamplingParams
-from nanorchestra.errors import UserError, nearest, require
+from nanorchestra.errors import UserError, require
 from nanorchestra.records import (
     Price,
     ToolCall,
@@ -275,13 +275,14 @@ def preference_of(metadata: Json) -> tuple[str, Json]:
 
     `preference` is a line as in the terminal, or a JSON object of weights and limits whose "text"
     are the words; `usd`, `seconds` and `never` are limits beside it. OpenAI's clients send values
-    as strings: JSON in a string is read. UserError, also for a name that is nearly one of these;
-    any other belongs to the client, and is ignored.
+    as strings: JSON in a string is read. UserError, also for one of these names in capitals or with
+    or without a final s; any other name belongs to the client, and is ignored.
     """
     names, fields = ("preference", "usd", "seconds", "never"), {}
-    for name in metadata.keys() - {*names}:
-        meant = nearest(name, names)
-        require(not meant, f"metadata: {name[:40]!r} is none of {', '.join(names)}{meant}")
+    meant = {name.removesuffix("s"): name for name in names}
+    for name in metadata:
+        near = meant.get(name.casefold().removesuffix("s"), name)
+        require(near == name, f"metadata: there is no {name!r}; did you mean {near}?")
     for name in names:
         value = metadata.get(name)
         if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):

@@ -1,4 +1,4 @@
-"""What is typed becomes a task of the miniature in the world's words, or is refused."""
+"""What is typed becomes a task of the miniature, or is refused."""
 
 from __future__ import annotations
 

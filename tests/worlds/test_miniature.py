@@ -183,7 +183,7 @@ def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
         assert given.count("<tool_response>") == written.count("<tool_call>")
 
 
-def test_lessons_of_reading_have_no_tool_and_say_what_stands_in_the_prompt(sandbox):
+def test_lessons_of_reading_have_no_tool_and_say_what_the_user_wants(sandbox):
     count, bans = 0, 0
     for index in range(200):
         env, lessons = Miniature(0, sandbox).lesson(index)
@@ -197,5 +197,10 @@ def test_lessons_of_reading_have_no_tool_and_say_what_stands_in_the_prompt(sandb
         assert first == preference.name and about.startswith("use for ")
         kinds = [t["what"] for t in env.task.data["tools"] if t["name"] in preference.avoided]
         assert rest == [f"not {kind}" for kind in kinds]
+        prompt = env.messages[0]["content"].casefold()
+        assert all(kind in prompt for kind in kinds)
+        if env.task.kind in ("knowledge", "chain"):  # the subject, or the first table
+            word = about.split()[-1 if env.task.kind == "knowledge" else 2]
+            assert word in prompt
         count, bans = count + 1, bans + len(kinds)
     assert count == 150 and bans > 40

@@ -7,11 +7,16 @@ import json
 import pytest
 
 from benchmarks import recipe
+from nanorchestra.report.run import to_toml
+from nanorchestra.settings import load_config
 
 
 def finished_run(path, rewards):
     path.mkdir(parents=True)
-    (path / "config.toml").write_text("")
+    name, seed = path.name.split("-")[1:]
+    settings = {"run.name": path.name, "run.root": str(path.parent), "run.threads": 1}
+    settings |= {"run.seed": int(seed)} | recipe.VARIANTS[name]
+    (path / "config.toml").write_text(to_toml(load_config("nano", settings)))
     (path / "summary.json").write_text("{}")
     rows = [{"phase": "before", "reward": 9.0}]
     rows += [{"phase": "after", "reward": reward} for reward in rewards]
@@ -29,6 +34,8 @@ def test_finished_runs_are_compared_with_the_preset_of_their_seed(tmp_path, caps
     assert figures["kl"]["by_seed"] == pytest.approx([0.1, 0.1])
     assert figures["kl"]["reward"] == pytest.approx(0.1 + 2.8 / 6)
     assert "+0.100 [+0.100, +0.100]" in capsys.readouterr().out
+    assert recipe.main([*words, "--set", "grpo.steps=40"]) != 0
+    assert "recipe-preset-0: has other settings; name another" in capsys.readouterr().err
 
 
 def test_every_variant_is_a_command_that_train_understands(capsys):
@@ -43,6 +50,6 @@ def test_every_variant_is_a_command_that_train_understands(capsys):
 
 
 def test_a_run_that_fails_is_named_with_its_log(tmp_path, capsys):
-    words = ["--seeds", "0", "--set", "grpo.steps=-1", "--root", str(tmp_path)]
-    assert recipe.main(words) != 0
+    words = ["--seeds", "0", "--variants", "preset", "--root", str(tmp_path)]
+    assert recipe.main([*words, "--set", "model.path=nowhere"]) != 0
     assert "recipe-preset-0.log: the run ended with status 2" in capsys.readouterr().err

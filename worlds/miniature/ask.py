@@ -30,11 +30,11 @@ from worlds.wording import WEIGHED, weights_in
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
 EXAMPLES: list[str] = _DATA["examples"]
 LINE_UP: list[Offer] = _DATA["line_up"]
-PLAIN: dict[str, str] = _DATA["plain"]  # sentences for what has been understood
+PLAIN: dict[str, str] = _DATA["plain"]  # sentences for questions, weights and bans
 CASE = rf"(?:(easy|hard) )?({'|'.join(map(' '.join, NOUNS.items()))}) ([1-9]\d\d)(?:.*code)?"
 PRODUCT_OR_SUM = r"([1-9]\d\d) ?(\*) ?([1-9])|([1-9]\d) ?([+-]) ?([1-9]\d)"
 ROW = rf"({'|'.join(FIELDS)}) of ([a-z ]+) ([1-9]\d\d)"
-LONGEST = 200  # characters of a preference
+LONGEST = 200  # characters of a preference, more than any that nano has been trained on
 PATHS = {" of ".join(reversed(chain[:k])): chain[:k] for chain in CHAINS for k in (2, 3)}
 
 
@@ -67,11 +67,11 @@ def as_task(question: str, preference_text: str, vector: Json) -> Task:
 def as_preference(text: str, vector: Json, offers: Collection[Offer]) -> Preference:
     """Returns the preference that words and a vector state.
 
-    nano reads the words as they are typed. Weights get the sentence of the nearest of its four
-    preferences, and bans that the words do not state get one each. Bans in words are enforced,
-    too: a tool may be named by its alias or by what it is ("large"). The weights are those of the
-    nearest of the four, for the record: of words, as `weights_in` understands them. UserError for
-    what nano has not learnt.
+    nano reads the words as they are typed; weights beside them, or alone, are said in their place,
+    by the sentence of the nearest of its four preferences. Bans that the words do not state get a
+    sentence each. Bans in words are enforced, too: a tool may be named by its alias or by what it
+    is ("large"). The weights are those of the nearest of the four, for the record: of words, as
+    `weights_in` understands them. UserError for what nano has not learnt.
     """
     names = [offer["name"] for offer in LINE_UP]  # of which a task offers some
     kinds = [offer["what"] for offer in LINE_UP]
@@ -94,7 +94,8 @@ def as_preference(text: str, vector: Json, offers: Collection[Offer]) -> Prefere
     words = " ".join(text.split())
     if words and words[-1] not in ".!?":
         words += "."
-    sentences, stated = [words] if words else [], weights_in(text)
+    sentences = [words] if words else []
+    stated = weights_in(text)
     if WEIGHED & {*vector}:
         stated = given.outcome, given.cost, given.latency
         sentences = [PLAIN[Preference("", *stated).name]]

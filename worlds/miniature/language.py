@@ -80,9 +80,10 @@ def _entries(name: str) -> tuple[list[str], list[str]]:
 def _said_elsewhere(entry, entries) -> bool:
     """Returns whether another list says an entry too, or another entry of its own list."""
     if _all_entries().count(entry) == entries.count(entry):
-        return False
-    starts, ends = (r"\b" if end.isalnum() else "" for end in (entry[:1], entry[-1:]))
-    said = re.findall(starts + re.escape(entry) + ends, _all_entries())
+        return False  # a quick answer for most entries
+    before = r"\b" if entry[:1].isalnum() else ""
+    after = r"\b" if entry[-1:].isalnum() else ""
+    said = re.findall(before + re.escape(entry) + after, _all_entries())
     return len(said) > entries.count(entry)
 
 
