@@ -190,19 +190,23 @@ def test_commands(talk, nano_tokenizer):
     terminal.handle("/prefer be cheap and avoid tool-ro-ta-vi")
     terminal.handle("/budget usd=0.05 seconds=60")
     added = (
-        "Be cheap. Do not use large tool-ro-ta-vi. Spend at most $0.05. Answer within 60 seconds."
+        "be cheap and avoid tool-ro-ta-vi. Do not use large tool-ro-ta-vi. "
+        "Spend at most $0.05. Answer within 60 seconds."
     )
     assert f"added to a question: {added}" in out()
     weights = (
         "weights: low cost 1, tool-ro-ta-vi -1; never: tool-ro-ta-vi; at most $0.05; at most 60 s"
     )
     assert weights in out().replace("\n", " ")
-    for line in (
-        "/prefer cost=1 latency=0.2 never=large",
-        "/prefer Low cost; don't use the large model",
+    assert out().count("nano reads the words itself") == 1
+    for line, said in (
+        ("/prefer off", "Spend"),
+        ("/prefer cost=1 latency=0.2 never=large", "Be cheap. Do not use large tool-ro-ta-vi. Sp"),
+        ("/prefer Low cost; don't use the large model", "Low cost; don't use the large model."),
     ):
         terminal.handle(line)
-        assert "added to a question: Be cheap. Do not use large tool-ro-ta-vi. Spend" in out()
+        assert f"added to a question: {said}" in out()
+    assert out().count("nano reads the words itself") == 2
     terminal.handle("/prefer be cheap and avoid tool-ro-ta-vi")
     assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(terminal.ask(LAW).ids)
     for line, problem in (
