@@ -199,13 +199,13 @@ def test_commands(talk, nano_tokenizer):
     )
     assert weights in out().replace("\n", " ")
     assert out().count("nano reads the words itself") == 1
-    for line, said in (
+    for line, words in (
         ("/prefer off", "Spend"),
         ("/prefer cost=1 latency=0.2 never=large", "Be cheap. Do not use large tool-ro-ta-vi. Sp"),
         ("/prefer Low cost; don't use the large model", "Low cost; don't use the large model."),
     ):
         terminal.handle(line)
-        assert f"added to a question: {said}" in out()
+        assert f"added to a question: {words}" in out()
     assert out().count("nano reads the words itself") == 2
     terminal.handle("/prefer be cheap and avoid tool-ro-ta-vi")
     assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(terminal.ask(LAW).ids)
