@@ -115,8 +115,8 @@ def test_what_an_agent_rewrites_is_another_sample_of_the_same_trajectory(ours, w
         ask(attempt, longer)
         ask(attempt, again)
         ask(attempt, again, tools=[])
-        ask(attempt, [{"role": "user", "content": "hello"}], tools=[])
-        ask(attempt, [{"role": "user", "content": "hello"}], tools=[])
+        ask(attempt, [{"role": "user", "content": "hello"}])
+        ask(attempt, [{"role": "user", "content": "hello"}])
         return 0.25
 
     t = one(ours, world, play)
@@ -317,14 +317,14 @@ async def with_the_agents_sdk(attempt, kind):
 
 @pytest.mark.parametrize("kind", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
 def test_openais_agents_sdk_plays_what_our_loop_plays(ours, world, kind):
-    seeds = [5, 6, 7, 8]
-    expected = ours.run(environments(world, 4), seeds)
-    played = agent(ours, partial(with_the_agents_sdk, kind=kind)).run(environments(world, 4), seeds)
-    assert [t.status for t in played] == ["answered"] * 4
+    seeds = [*range(5, 13)]
+    expected = ours.run(environments(world, 8), seeds)
+    played = agent(ours, partial(with_the_agents_sdk, kind=kind)).run(environments(world, 8), seeds)
+    assert [t.status for t in played] == ["answered"] * 8
     assert all(len(contexts(t)) == 1 for t in played)  # no id was tokenised again
     # The SDK writes schemas in words of its own, so that a draw may fall another way.
     answers = [(t.answer, other.answer) for t, other in zip(played, expected, strict=True)]
-    assert sum(one == other for one, other in answers) >= 3, answers
+    assert sum(one == other for one, other in answers) >= 4, answers
 
 
 PROGRAM = """
