@@ -141,7 +141,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     own_reward = load_reward(config.task.reward, world.task("train", 0))  # docs/worlds.md
     if own_reward:
         run.keep_source("reward.py", own_reward.source, own_reward.name)
-    if note := note_on_tools(config.model.path, config.task.world):
+    if note := note_on_tools(config.model.path, config.task.world, "model.path"):
         run.say(note)
     # Ranks wait for the slowest rollout, which may take hours where tools are slow.
     rollout_ranks = ranks.new_group(rollout_timeout_s(config))

@@ -21,6 +21,7 @@ RECORD = Path(__file__).with_name("walk.json")
 WIDTH = 420
 LEFT = 16
 RIGHT = WIDTH - LEFT
+FIRST = 104  # where the pages begin that are drawn one by one
 SHOWN, BESIDE = 2, 1  # the attempt of the first picture, counted from 0, and one to compare
 THINK = re.compile(r"<think>\n(.*)\n</think>\n\n(.*)<\|im_end\|>", re.DOTALL)
 NAME = re.compile(r'"name": "(.*?)"')
@@ -144,7 +145,7 @@ def group(record: Json) -> Picture:
     column.heading("Eight attempts at the same task")
     column.note(f"the user wants it fast; reward: mean {mean:.3f}, std {std:.3f}")
     column.y += 16
-    zero, scale = 318, 24  # pixels of an advantage of 1
+    zero, scale = 318, 20  # pixels of an advantage of 1; the largest of eight is 2.47
     for x, words, anchor in (
         (LEFT + 76, "asked", "start"),
         (220, "time", "end"),
@@ -221,8 +222,13 @@ def prefix_tree(record: Json) -> Picture:
     final = record["steps"][-1]["tables"]
     order = sorted(range(len(final)), key=lambda i: final[i])
     names = [f"{i + 1} {each['turns'][0]['calls'][0][0].upper()}" for i, each in numbered(record)]
+    shared = next(
+        depth for depth, pages in enumerate(zip(*final, strict=False)) if len({*pages}) > 1
+    )
+    trunk = max(1, shared - 5)  # pages that are drawn as one box
+    cell = min(36, (RIGHT - FIRST) / (max(map(len, final)) - trunk))
     for step in record["steps"]:
-        _tree(column, step, order, names)
+        _tree(column, step, order, names, trunk, cell)
     column.note("S, M, L: the expert that the attempt asks first")
     column.y -= 6
     return column.end()
@@ -233,8 +239,13 @@ def numbered(record: Json) -> Any:
     return enumerate(record["attempts"])
 
 
-def _tree(column: Column, step: Json, order: list[int], names: list[str]) -> None:
-    """Draws the block tables of a step: one row an attempt, a shared page as one box."""
+def _tree(
+    column: Column, step: Json, order: list[int], names: list[str], trunk: int, cell: float
+) -> None:
+    """Draws the block tables of a step: one row an attempt, a shared page as one box.
+
+    The first `trunk` pages are one box, the others are `cell` pixels wide.
+    """
     picture, tables = column.picture, step["tables"]
     alone = sum(len(table) for table in tables)
     picture.text(LEFT, column.y + 14, f"step {step['step']}", 13, bold=True)
@@ -242,8 +253,7 @@ def _tree(column: Column, step: Json, order: list[int], names: list[str]) -> Non
     if alone > step["held"]:
         words += f" ({alone} unshared)"
     picture.text(LEFT + 62, column.y + 14, words, 13, kind="soft")
-    trunk = 14  # pages that are drawn as one box
-    row, cell, first = 20, 36, 104
+    row = 20
     top = column.y + 26
     order = [i for i in order if tables[i]]  # at first one attempt alone has pages
     rows = [tables[i] for i in order]
@@ -251,8 +261,8 @@ def _tree(column: Column, step: Json, order: list[int], names: list[str]) -> Non
     kind = "both" if len(rows) > 1 else "second"
     for place, i in enumerate(order):
         picture.text(LEFT, top + place * row + 15, names[i], 13, kind="soft")
-    picture.box(LEFT + 30, top, first - LEFT - 30, height, kind, 2)
-    picture.text((LEFT + 30 + first) / 2, top + height / 2 + 5, f"0 to {trunk - 1}", 13, "middle")
+    picture.box(LEFT + 30, top, FIRST - LEFT - 30, height, kind, 2)
+    picture.text((LEFT + 30 + FIRST) / 2, top + height / 2 + 5, f"0 to {trunk - 1}", 13, "middle")
     longest = max(len(table) for table in rows)
     for depth in range(trunk, longest):
         bounds = [0]
@@ -260,7 +270,7 @@ def _tree(column: Column, step: Json, order: list[int], names: list[str]) -> Non
             if above[depth : depth + 1] != below[depth : depth + 1]:
                 bounds.append(place + 1)
         bounds.append(len(rows))
-        x = first + (depth - trunk) * cell
+        x = FIRST + (depth - trunk) * cell
         for start, end in pairwise(bounds):
             page = rows[start][depth : depth + 1]
             if page:

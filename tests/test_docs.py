@@ -79,6 +79,24 @@ def test_a_picture_is_legible_in_light_and_dark_and_shown_on_a_page(name):
     assert any(f"](pictures/{name})" in page for page in pages)
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in pictures.FOLDER.iterdir()))
+def test_nothing_runs_past_the_edge_of_a_picture(name):
+    root = ElementTree.parse(pictures.FOLDER / name).getroot()
+    width = float(root.get("width"))
+    for element in root.iter():
+        kind = element.tag.rpartition("}")[2]
+        if kind == "rect":
+            left, size = float(element.get("x", 0)), float(element.get("width"))
+        elif kind == "text":
+            letter = 0.6 if "mono" in element.get("class") else 0.45  # of the size, about
+            size = len(element.text or "") * letter * float(element.get("font-size"))
+            share = {"start": 0, "middle": 0.5, "end": 1}[element.get("text-anchor")]
+            left = float(element.get("x")) - share * size
+        else:
+            continue
+        assert left >= 0 and left + size <= width, (kind, element.text, left, size)
+
+
 def test_the_worked_example_is_what_the_engine_plans():
     example = pictures.EXAMPLE
     requests = {

@@ -63,10 +63,10 @@ def knows_only_miniature(model: Path) -> bool:
     return world == Miniature.name
 
 
-def note_on_tools(model: str, world: str) -> str:
+def note_on_tools(model: str, world: str, setting: str) -> str:
     """Returns a line if a checkpoint has seen the miniature alone and the world is another.
 
-    "" if not. `model` "" is one of random weights.
+    "" if not. `model` "" is one of random weights; `setting` is where the user names a model.
     """
     known = [name.partition("=")[0].strip() for name in world.split(",")]
     if Miniature.name in known or (model and not knows_only_miniature(Path(model))):
@@ -74,7 +74,7 @@ def note_on_tools(model: str, world: str) -> str:
     name = model or "a model of random weights"
     return (
         f"{name} knows the miniature at most, not the tools of {world}: expect no right answers. "
-        "A model that calls tools is named by model.path, say Qwen/Qwen3-0.6B (docs/models.md)"
+        f"Name a model that calls tools by {setting}, say Qwen/Qwen3-0.6B (docs/models.md)"
     )
 
 
