@@ -242,10 +242,9 @@ def tell_strangers(policies: list[Policy], worlds: list[str]) -> None:
     """Says on stderr of each checkpoint of the miniature that it is no policy for a world."""
     for policy in policies:
         for world in worlds:
-            if policy.kind == "checkpoint" and (
-                note := note_on_tools(policy.base, world, "--policy")
-            ):
-                print(note, file=sys.stderr)
+            if policy.kind == "checkpoint":
+                if note := note_on_tools(policy.base, world, "--policy"):
+                    print(note, file=sys.stderr)
 
 
 def tell_missing_routers(policies: list[Policy], routers: dict[str, dict]) -> None:
