@@ -27,6 +27,7 @@ import re
 import subprocess
 from argparse import Namespace
 from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 import tomli_w
@@ -240,11 +241,10 @@ def read_policies(texts: list[str], routers: dict[str, dict]) -> list[Policy]:
 
 def tell_strangers(policies: list[Policy], worlds: list[str]) -> None:
     """Says on stderr of each checkpoint of the miniature that it is no policy for a world."""
-    for policy in policies:
-        for world in worlds:
-            if policy.kind == "checkpoint":
-                if note := note_on_tools(policy.base, world, "--policy"):
-                    print(note, file=sys.stderr)
+    bases = [policy.base for policy in policies if policy.kind == "checkpoint"]
+    for base, world in product(bases, worlds):
+        if note := note_on_tools(base, world, "--policy"):
+            print(note, file=sys.stderr)
 
 
 def tell_missing_routers(policies: list[Policy], routers: dict[str, dict]) -> None:
