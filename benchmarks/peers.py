@@ -1,6 +1,6 @@
 """Measures the engine beside llama.cpp, vLLM and transformers: the same weights and tokens.
 
-    python benchmarks/peers.py [--home runs/peers] [--threads 2] [--rounds 1] [--json PATH]
+    python benchmarks/peers.py [--home runs/peers] [--threads 2] [--rounds 1] [--dtype DTYPE] [--json PATH]
     python benchmarks/peers.py --model SmolLM2-135M-Instruct.Q4_1.gguf    a real model, widened
 
 A peer has a virtual environment under --home, and is left out where it has none:
@@ -40,6 +40,7 @@ from nanorchestra.model.saving import save_checkpoint  # noqa: E402
 from nanorchestra.model.weights import load_model  # noqa: E402
 
 HERE = ("ours", "transformers")  # in this environment
+DTYPES = ("float32", "bfloat16")
 Seconds = dict[str, float]  # of each work of peer_sides.py
 
 
@@ -150,6 +151,11 @@ def main() -> int:
     parser.add_argument("--model", help="a model instead: a directory, a .gguf file or a hub id")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--rounds", type=int, default=1, help="default: 1")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="one of the two (default: float32, and bfloat16 where the CPU has it)",
+    )
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -161,10 +167,9 @@ def main() -> int:
             print(f"{peer} is left out: {options.home / peer} has no environment", file=sys.stderr)
     figures = engine.machine(options.threads) | {"model": options.model or options.shape}
     print(", ".join(f"{name} {value}" for name, value in figures.items()))
-    dtypes = ["float32"]
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        dtypes.append("bfloat16")
-    for dtype in dtypes:
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    dtypes = DTYPES if has_bfloat16 else DTYPES[:1]
+    for dtype in [options.dtype] if options.dtype else dtypes:
         figures[dtype] = compare(options, peers, dtype)
         print(f"\n{dtype}:\n\n{table(figures[dtype], peers)}", flush=True)
     if options.json:

@@ -304,7 +304,7 @@ def choice(record: Json) -> Picture:
             picture.box(LEFT + 76, y, value * scale, 20, kind, 1)
             picture.text(LEFT + 84 + value * scale, y + 15, f"{value:.3f}", 13, mono=True)
         column.y += 92
-    column.note("soft: the advantages of the attempts that drew the word")
+    column.note("grey: the advantages of the attempts that drew the word")
     column.note("push: their sum; those of all eight add up to 0")
     column.y -= 6
     return column.end()

@@ -31,6 +31,8 @@ INTERRUPTED = 130  # exit status, as a shell reports a program that SIGINT ended
 class UserError(Exception):
     """The user gave something wrong. The message is one line: file, field, value, what is right."""
 
+    code: str | None = None  # the kind of error, in the server's answers
+
 
 class WorldError(UserError):
     """A user's own world or reward is wrong, which ends a run: no failure of the infrastructure."""

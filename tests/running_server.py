@@ -21,6 +21,7 @@ LOOK = '<tool_call>\n{{"name": "look", "arguments": {{"at": "{}"}}}}\n</tool_cal
 ABOUT = {
     "about": "One tool.",
     "examples": ["!ask"],
+    "outside": "Ask like this.",
     "tools": [{"name": "echo", "description": "says it again", "price": "$0.25 per call"}],
 }
 LOOKS = f"{LOOK.format('left')}\n{CALL}\n{LOOK.format('right')}"

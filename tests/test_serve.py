@@ -34,6 +34,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.report.terminal import Console
+from nanorchestra.serving.http import problem_of
 from nanorchestra.training.trajectories import from_row, replay
 from worlds.miniature.ask import EXAMPLES, as_task
 from worlds.terminal import (
@@ -672,6 +673,10 @@ def test_a_sum_outside_of_the_miniature_says_which_are_known(talk):
         terminal.at_prompt = True
         terminal.handle(line)
     assert out().count(SUMS) == 3 == out().count("Three questions to copy")
+    with pytest.raises(UserError) as raised:
+        terminal.world.open("hello", "", {}, 0)
+    assert problem_of(raised.value)[1]["code"] == "outside_the_world"
+    assert "MODEL@URL" in terminal.world.facts()["outside"]
     for known in re.findall(r"\d+ [*+-] \d+", SUMS):
         assert as_task(known, "", {}).question
 

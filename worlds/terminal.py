@@ -74,6 +74,7 @@ class OpenQuestions:
     title = "any question; seconds of tools are measured, prices are the catalogue's"
     examples = ["What is the 1000th prime number?", "Which of your tools is the cheapest?"]
     shorthand = ""  # what abbreviations in descriptions and thoughts mean
+    outside = ""  # what is said of a question that is not of the world
     alone = False  # whether each question is a task of its own, outside any conversation
     lacks_expert = False  # whether the policy has learnt with experts, and all are off
 
@@ -90,7 +91,8 @@ class OpenQuestions:
         title = self.title.replace(" (/example)", "")  # a command of the prompt
         about = ". ".join(filter(None, [title, self.shorthand]))
         about = f"{about[0].upper()}{about[1:]}."
-        return {"about": about, "examples": self.examples, "tools": tools}
+        facts = {"about": about, "examples": self.examples, "tools": tools}
+        return facts | ({"outside": self.outside} if self.outside else {})
 
     def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
         """Returns an attempt under a preference, in words and as a vector. UserError."""
@@ -117,6 +119,11 @@ class MiniatureQuestions(OpenQuestions):
     shorthand = (
         "60s 74c large: a large model that takes about 60 s, at 74 cents for 100,000 tokens of an "
         "expert or for 100 calls of a tool"
+    )
+    outside = (
+        "nano knows only its miniature world: questions like these, products of three digits and "
+        "one, sums of two digits and two. Any other needs a larger model: serve.py --http --model "
+        "MODEL@URL, or --model with a hub id."
     )
     alone = True
 

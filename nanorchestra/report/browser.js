@@ -1,7 +1,7 @@
 // Draws the recorded groups id by id, with text nodes only, so that nothing in the data can run.
 const tint = value => `rgba(${value > 0 ? "31,150,80" : "220,60,50"},${Math.min(1, Math.abs(value)) * 0.75})`;
 const shown = (value, places) => (absent(value) ? "-" : value.toFixed(places));
-const HEADS = ["", "reward", "right", "cost, m$", "latency, s", "calls", "advantage", "what went wrong", "answer"];
+const HEADS = ["", "reward", "right", "cost, m$", "latency, s", "calls", "advantage", "failure", "answer"];
 const spread = ({ attempts }, key) => Math.max(...attempts.map(one => one[key])) - Math.min(...attempts.map(one => one[key]));
 const gain = ({ phase, attempts: [before, after] }) => (phase === "held out" && after ? after.reward - before.reward : 0);
 
@@ -48,7 +48,7 @@ function drawBrowser(box, { groups, pieces, count }) {
     made.onchange = list;
     return made;
   };
-  const filters = [[pick("kind of group", KINDS), KINDS], [pick("reward", REWARDS), REWARDS], [pick("wish", wishes), wishes], [pick("what went wrong", failures), failures]];
+  const filters = [[pick("kind of group", KINDS), KINDS], [pick("reward", REWARDS), REWARDS], [pick("wish", wishes), wishes], [pick("failure", failures), failures]];
   const way = add(box, "p", undefined, "bar"), back = add(way, "button", "\u2039"), chosen = add(way, "select", undefined, "group"), on = add(way, "button", "\u203a"), colours = add(way, "select");
   [back.title, on.title, chosen.ariaLabel, colours.ariaLabel] = ["the group before", "the next group", "group", "colour"];
   for (const name of ["advantage", "mask", "ratio"]) add(colours, "option", `colour: ${name}`).value = name;

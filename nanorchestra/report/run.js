@@ -28,7 +28,7 @@ function drawSplit(parent, title, before, after) {
   const keys = Object.keys(titles.columns).filter(key => names.some(name => !absent((after[name] || {})[key])));
   add(parent, "h3", `${title}, before \u2192 after GRPO`);
   table(parent, ["", ...keys.map(key => titles.columns[key][0])], names.map(name =>
-    [name, ...keys.map(key => [before, after].map(side => cell(side[name] || {}, key)).join(" \u2192 ").replace("- \u2192 -", "-"))]));
+    [name, ...keys.map(key => [before, after].map(side => cell(side[name] || {}, key)).join("\u00a0\u2192\u00a0").replace("-\u00a0\u2192\u00a0-", "-"))]));
 }
 
 const LATEST = 25;  // steps, of which a strong line is the mean, at most
@@ -103,7 +103,7 @@ function drawChart(parent, title, { lines, bands, steps }, phase) {
   head.title = "larger or smaller";
   const axis = { stroke: () => colour("--muted"), grid: { stroke: () => colour("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
   const step = { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 2e4, 5e4], space: 40, size: 28 };
-  const last = steps.length - 1, numbers = (u, marks) => marks.map(mark => (Math.abs(mark) < 1e-12 ? "0" : Math.abs(mark) < 1e-3 ? mark.toExponential(1) : mark.toLocaleString("en-US", { maximumSignificantDigits: 6 })));
+  const last = steps.length - 1, numbers = (u, marks) => marks.map(mark => (Math.abs(mark) < 1e-12 ? "0" : Math.abs(mark) < 1e-3 ? mark.toExponential(1) : mark.toLocaleString("en-US", { maximumSignificantDigits: 8 })));
   const height = { ...axis, values: numbers, size: (u, texts) => Math.max(36, 14 + 7 * Math.max(0, ...(texts || []).map(text => text.length))) };
   const options = {
     width: figure.clientWidth || 320,

@@ -43,7 +43,7 @@ const chance = p => (absent(p) ? "-" : p < 0.001 ? "p < 0.001" : `p = ${p.toFixe
 function cell(scores, key) {
   const [, factor, decimals] = titles.columns[key], ends = (scores.intervals || {})[key];
   if (absent(scores[key])) return "-";
-  const half = ends ? ` ±${rounded((factor * (ends[1] - ends[0])) / 2, decimals)}` : "";
+  const half = ends ? `\u00a0±${rounded((factor * (ends[1] - ends[0])) / 2, decimals)}` : "";
   return rounded(factor * scores[key], decimals) + half;
 }
 

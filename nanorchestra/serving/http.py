@@ -384,7 +384,8 @@ def problem_of(error):
         status, message = 504, "the request took too long"
     field = re.match(r"[\w.[\]]+(?=: )", message)  # a message begins with it
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return status, {"message": message, "type": kind, "param": field and field[0], "code": None}
+    code = error.code if isinstance(error, UserError) else None
+    return status, {"message": message, "type": kind, "param": field and field[0], "code": code}
 
 
 def refuse(request: Any, error: Exception) -> Response:

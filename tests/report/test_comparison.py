@@ -84,7 +84,7 @@ def test_failures_and_missing_prices_stand_in_the_tables(tmp_path, opened):
     write_comparison(tmp_path / "one")
     text = opened(tmp_path / "one").inner_text("body")
     assert f"a/model, the first that failed: {EVIL}" in text
-    assert "a/model\t50.0 ±10.0\t-\t0.0500" in text and "b/model\t50.0 ±10.0\t0.200" in text
+    assert "a/model\t50.0\u00a0±10.0\t-\t0.0500" in text and "b/model\t50.0\u00a0±10.0\t0.200" in text
     assert "NaN" not in text and "undefined" not in text
 
 
@@ -105,7 +105,7 @@ def test_the_tables_show_every_policy_and_how_sure_a_difference_is(tmp_path, ope
     for part in (
         "a/model",
         "perfect (the best",
-        "50.0 ±10.0",
+        "50.0\u00a0±10.0",
         "+0.100 [-, -] p = 0.200",
         "pass^2, %",
     ):

@@ -65,7 +65,7 @@ def test_everything_is_drawn_and_nothing_is_cut(run, opened, width, scheme):
         "after GRPO",
         "strongest (always the expert",
         "431 s (7.2 min)",
-        "0.500 \u2192 0.500",
+        "0.500\u00a0\u2192\u00a00.500",
     ):
         assert part in text
     assert "NaN" not in text and "undefined" not in text

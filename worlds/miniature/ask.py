@@ -41,6 +41,8 @@ PATHS = {" of ".join(reversed(chain[:k])): chain[:k] for chain in CHAINS for k i
 class OutsideError(UserError):
     """A question that is none of the miniature's."""
 
+    code = "outside_the_world"
+
 
 def as_task(question: str, preference_text: str, vector: Json) -> Task:
     """Returns the task that a typed question is, with LINE_UP on offer.
