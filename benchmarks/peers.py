@@ -1,6 +1,7 @@
 """Measures the engine beside llama.cpp, vLLM and transformers: the same weights and tokens.
 
-    python benchmarks/peers.py [--home runs/peers] [--threads 2] [--rounds 1] [--dtype DTYPE] [--json PATH]
+    python benchmarks/peers.py [--home runs/peers] [--threads 2] [--rounds 1] [--json PATH]
+    python benchmarks/peers.py --dtype bfloat16    one dtype alone
     python benchmarks/peers.py --model SmolLM2-135M-Instruct.Q4_1.gguf    a real model, widened
 
 A peer has a virtual environment under --home, and is left out where it has none:

@@ -11,10 +11,14 @@ function add(parent, tag, text, style) {
 }
 
 // Rows of texts, the first of them a label; `style(i)` is the class of row i. A narrow screen shows a
-// row as a card, in which the title of a column stands beside each text.
+// row as a card, in which the title of a column stands beside each text, two to a line unless a text
+// is longer than SHORT characters.
+const SHORT = 18;
+
 function table(parent, heads, rows, style = () => "") {
   const made = add(add(parent, "div", undefined, "wide"), "table"), head = add(made, "tr");
   heads.forEach(text => add(head, "th", text));
+  if (rows.some(([, ...texts]) => texts.some(text => String(text).length > SHORT))) made.className = "long";
   rows.forEach((texts, i) => {
     const row = add(made, "tr", undefined, style(i));
     texts.forEach((text, k) => { add(row, "td", text).dataset.title = heads[k]; });

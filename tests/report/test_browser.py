@@ -151,8 +151,6 @@ def test_filters_leave_the_groups_that_fit_and_a_task_stands_before_and_after(fo
     assert page.locator("#browser .pane h4").all_inner_texts() == [
         "before: reward 0.100", "after: reward 0.900"
     ]  # fmt: skip
-    page.locator("#browser select[aria-label='failure']").select_option(
-        "nothing went wrong"
-    )
+    page.locator("#browser select[aria-label='failure']").select_option("nothing went wrong")
     assert group.inner_text() == "no group fits the filters"
     assert page.locator("#browser .pane").count() == 0

@@ -84,7 +84,9 @@ def test_failures_and_missing_prices_stand_in_the_tables(tmp_path, opened):
     write_comparison(tmp_path / "one")
     text = opened(tmp_path / "one").inner_text("body")
     assert f"a/model, the first that failed: {EVIL}" in text
-    assert "a/model\t50.0\u00a0±10.0\t-\t0.0500" in text and "b/model\t50.0\u00a0±10.0\t0.200" in text
+    assert (
+        "a/model\t50.0\u00a0±10.0\t-\t0.0500" in text and "b/model\t50.0\u00a0±10.0\t0.200" in text
+    )
     assert "NaN" not in text and "undefined" not in text
 
 
