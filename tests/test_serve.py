@@ -145,7 +145,7 @@ def test_broken_calls_and_missing_answers_are_told(talk):
     for script, settings, says in (
         (["<tool_call>\n{oops}\n</tool_call><|im_end|>", think("t")], {}, "call   {oops}"),
         ([think("t", "nothing"), think("t")], {}, "error  Error: no tool named 'nothing'"),
-        ([think("t")], {}, "answer none (answered)"),
+        ([think("t")], {}, "answer none (the model wrote nothing)"),
         ([think("t", "tool-ro-ta-vi")], {"turns": 1}, "answer none (turn_limit)"),
         ([think("t", content="less than 5 <tool")], {}, "less than 5 <tool"),
     ):

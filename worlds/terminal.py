@@ -299,7 +299,7 @@ class Terminal:
             return f"the limit of {' and '.join(stated)} is reached"
         if t.status == "failed_turns":
             return f"{limits.failed_turns} turns in a row failed"
-        return t.status
+        return "the model wrote nothing" if t.status == "answered" else t.status
 
     def do_prefer(self, text: str, name: str = "preference") -> None:
         """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""

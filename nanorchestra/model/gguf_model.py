@@ -63,6 +63,8 @@ _NOT_COMPUTED = {  # key -> the value with which the decoder is as usual
     "rope.scaling.yarn_ext_factor": 1.0,
 }
 _SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k"}  # general.sampling.*
+# Of a file that does not say: what Qwen3's card asks for. Greedily, small models repeat themselves.
+_UNSTATED_SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ROPE_FACTORS = "rope_freqs.weight"
 _LENGTH = 8192  # tokens; of llama3's scaling, where only the ratio to its two factors counts
@@ -255,12 +257,12 @@ class GgufModel:
 
     def _generation_config(self) -> dict[str, Any]:
         ids = self._tokenizer.ending_ids() if self._tokenizer.exists else []
-        fields = {"eos_token_id": ids}
+        stated = {}
         for field, key in _SAMPLING.items():
             value = self._metadata.get(f"general.sampling.{key}")
             if value is not None:
-                fields |= {"do_sample": True, field: value}
-        return fields
+                stated[field] = value
+        return {"eos_token_id": ids, "do_sample": True} | (stated or _UNSTATED_SAMPLING)
 
 
 def llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any] | None:

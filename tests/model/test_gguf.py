@@ -237,7 +237,7 @@ def test_dtype_sampling_and_ends_of_a_turn(tmp_path, nano_tokenizer):
         path = write_gguf(tmp_path / "model.gguf", model, kind)
         assert stored_dtype(path) == dtype
     assert read_config(path).eos_token_ids == ()
-    assert read_sampling(path) == {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    assert read_sampling(path) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     sampling = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20}
     path = write_gguf(tmp_path / "model.gguf", model, "Q8_0", nano_tokenizer, sampling)
     assert stored_dtype(path) is None
