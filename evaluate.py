@@ -23,6 +23,7 @@ if __name__ == "__main__":  # first, because torch takes seconds to import
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 from argparse import Namespace
@@ -48,7 +49,7 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, to_row
 from worlds import metrics
-from worlds.evaluation_options import ROUTERS, RUNS, read_options
+from worlds.evaluation_options import ROUTERS, RUN, RUNS, read_options
 from worlds.load import note_on_tools, open_world
 from worlds.policies import Policy, parse
 from worlds.routers import routers_of
@@ -98,7 +99,7 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
     file that is there is read, so a resumed evaluation is the same as an unbroken one.
     """
     replies = ReplyStore(RUNS / "replies", tools=False)  # unless --experts names a directory
-    spending = Spending(options.max_usd, replies, RUNS / options.run / "spent.json")
+    spending = Spending(options.max_usd, replies)
     worlds = open_worlds(options, sandbox, spending)
     tasks = {name: tasks_of(world, options) for name, world in worlds.items()}
     routers = {name: routers_of(world) for name, world in worlds.items()}
@@ -107,6 +108,7 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
     tell_missing_routers(policies, routers)
     own_reward = load_reward(options.reward, next(iter(tasks.values()))[0])
     run = open_run(options, policies)
+    spending.keep_in(run.path / "spent.json")
 
     sides = []  # who plays where
     for world_name in worlds:
@@ -279,13 +281,27 @@ def open_run(options: Namespace, policies: list[Policy]) -> Run:
             "versions": [sys.version, torch.__version__],
         }
     )
-    path = RUNS / options.run
+    path = run_path(options, text)
     if not (path / "config.toml").exists():
         Run.create(path, text)
     other = f"{path}: holds another evaluation (its config.toml differs); give another --run"
     require(read_text(path / "config.toml") == text, other)
     refuse_links(path)
     return Run(path)
+
+
+def run_path(options: Namespace, text: str) -> Path:
+    """Returns the directory that --run names, or the first that is free or has this config.toml."""
+    if options.run is not None:
+        return RUNS / options.run
+    path, number = RUNS / RUN, 1
+    while os.path.lexists(path):
+        config = path / "config.toml"
+        if config.is_file() and read_text(config) == text:
+            break
+        number += 1
+        path = RUNS / f"{RUN}-{number}"
+    return path
 
 
 # One block of attempts.

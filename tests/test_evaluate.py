@@ -105,6 +105,15 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypa
     assert all(whole[f"{name}.png"] for name in ("frontier", "turns"))
 
 
+def test_without_run_another_evaluation_takes_the_next_free_name(home, capsys):
+    for policy, number in (("blind", ""), ("strongest", "-2"), ("blind", ""), ("strongest", "-2")):
+        Path("runs/evaluation-3").mkdir(parents=True, exist_ok=True)  # somebody else's
+        assert evaluate.main(["--policy", policy, "--tasks", "2"]) == 0
+        assert f"\nruns/evaluation{number}: report.html" in capsys.readouterr().out
+    assert evaluate.main(["--policy", "cascade", "--tasks", "2"]) == 0
+    assert "\nruns/evaluation-4: report.html" in capsys.readouterr().out
+
+
 def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
     monkeypatch.setattr(http.random, "uniform", lambda *_: 0.0)  # no wait between the tries
     evaluate.main(["--policy", "blind", "--tasks", "2"])
@@ -141,7 +150,7 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
         (["--policy", "m@nowhere"], "m@nowhere"),
         (["--policy", "m@https://a/v1:input=much"], "input=much"),
         (["--tasks", "many"], "many"),
-        (["--policy", "blind", "--tasks", "3"], "another evaluation"),
+        (["--policy", "blind", "--tasks", "3", "--run", "evaluation"], "another evaluation"),
         (["compare", "runs/evaluation", "runs/none"], "runs/none"),
         (["compare", "runs/evaluation", "odd"], "odd: holds no attempts"),
         (["compare", "runs/evaluation"], "runs"),

@@ -9,6 +9,7 @@ from nanorchestra.errors import ArgumentParser, require
 from nanorchestra.report.run import path_of_run
 
 RUNS = Path("runs")
+RUN = "evaluation"  # name of the first directory without --run
 ROUTERS = "routers"  # all of a world, in --policy
 ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -38,9 +39,9 @@ def read_options(arguments: list[str], description: str | None = None) -> Namesp
     add("--parallel", type=int, default=128, help="attempts at a time (default: 128)")
     add("--seed", type=int, default=0, help="of tasks, sampling and simulations (default: 0)")
     add("--max-usd", type=float, default=math.inf, help="that endpoints may cost together")
-    add("--run", default="evaluation", help="name of the directory in runs/ (default: evaluation)")
+    add("--run", help=f"name of the directory in runs/ (default: {RUN}, or the next free {RUN}-N)")
     options = parser.parse_args(arguments)
     least = min(options.tasks, options.trials, options.parallel)
     require(least > 0, f"--tasks, --trials and --parallel must be at least 1, not {least}")
-    path_of_run(RUNS, options.run, "--run")
+    path_of_run(RUNS, RUN if options.run is None else options.run, "--run")
     return options

@@ -41,11 +41,16 @@ class Spending:
     def __init__(
         self, most: float = math.inf, replies: ReplyStore | None = None, file: Path | None = None
     ):
-        self.most, self.limit, self.replies, self.file = math.inf, math.inf, replies, file
+        self.most, self.limit, self.replies = math.inf, math.inf, replies
         self.bound(most)
         self.spent, self.refused, self.broken = 0.0, False, ""
         self.bill: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self.keep_in(file)
+
+    def keep_in(self, file: Path | None) -> None:
+        """Keeps what is spent in `file`, from what it says on; before the first call. UserError."""
+        self.file = file
         if file is not None and file.exists():
             self.spent, self.bill = read_spent(file)
 
