@@ -16,9 +16,10 @@ import sys
 
 if __name__ == "__main__":  # first, because torch takes seconds to import
     from nanorchestra.errors import end_on_interrupt, parse_first
-    from worlds import evaluation_options
 
     end_on_interrupt("evaluate.py")
+    from worlds import evaluation_options
+
     parse_first("evaluate.py", evaluation_options.read_options, __doc__)
 
 import hashlib

@@ -19,9 +19,10 @@ import sys
 
 if __name__ == "__main__":
     from nanorchestra.errors import end_on_interrupt, parse_first
-    from nanorchestra.serving import options
 
     end_on_interrupt("serve.py")
+    from nanorchestra.serving import options
+
     parse_first("serve.py", options.parse)  # before torch, which takes seconds to import
 
 import argparse

@@ -23,9 +23,10 @@ import sys
 
 if __name__ == "__main__":
     from nanorchestra.errors import end_on_interrupt, parse_first
-    from nanorchestra.tools import options
 
     end_on_interrupt("tools.py")
+    from nanorchestra.tools import options
+
     parse_first("tools.py", options.parse)  # before torch, which takes seconds to import
 
 import math

@@ -31,9 +31,10 @@ from __future__ import annotations
 
 if __name__ == "__main__":
     from nanorchestra.errors import end_on_interrupt, parse_first
-    from nanorchestra.training import options
 
     end_on_interrupt("train.py")
+    from nanorchestra.training import options
+
     parse_first("train.py", options.parse, __doc__)  # before torch, which takes seconds to import
 
 import math

@@ -17,12 +17,14 @@ A command's file begins and ends like this, because torch takes seconds to impor
 """
 
 import argparse
+import atexit
 import difflib
 import functools
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NoReturn
 
 INTERRUPTED = 130  # exit status, as a shell reports a program that SIGINT ended
@@ -73,7 +75,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def end_on_interrupt(program: str) -> None:
-    """Makes Ctrl-C end the process at once with one line and status 130, until `command` runs."""
+    """Makes Ctrl-C end the process at once with one line and status 130, but while `command` runs.
+
+    While the interpreter takes itself down, a second or more with torch, Ctrl-C does nothing: the
+    work is done, and Python would let it end the process without a word.
+    """
 
     def end(*_):
         os.write(2, f"\n{program}: interrupted\n".encode())
@@ -81,6 +87,7 @@ def end_on_interrupt(program: str) -> None:
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
 def parse_first(program: str, parse: Callable[..., object], *more: object) -> None:
@@ -102,7 +109,8 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
     def decorate(main):
         @functools.wraps(main)
         def run(arguments):
-            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            before = signal.getsignal(signal.SIGINT)
+            if before is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 return main(arguments)
@@ -115,6 +123,10 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 1
+            finally:
+                with suppress(OSError, ValueError):  # the interpreter tells of it at its end
+                    sys.stdout.flush()  # as Ctrl-C may now end the process at once
+                signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
         return run
 

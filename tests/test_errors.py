@@ -63,6 +63,72 @@ def test_an_interrupt_is_one_line_and_130_at_any_time(phase):
     assert process.returncode == 130
 
 
+SLOW_END = """
+import atexit, os, sys, time
+from nanorchestra.errors import command, end_on_interrupt
+end_on_interrupt("prog")
+
+def wait(*_, write=os.write, sleep=time.sleep):
+    write(2, b"ready\\n")
+    sleep(1)
+
+class Late:
+    __del__ = wait
+
+@command("prog")
+def main(arguments):
+    print("done")
+    return 0
+
+if sys.argv[1] == "atexit":
+    atexit.register(wait)
+else:
+    late = Late()
+sys.exit(main([]))
+"""
+
+
+@pytest.mark.parametrize(
+    "phase, says, status", [("atexit", "\nprog: interrupted\n", 130), ("teardown", "", 0)]
+)
+def test_an_interrupt_while_the_interpreter_ends_is_no_traceback(phase, says, status):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_END, phase],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr.readline() == "ready\n"
+    os.kill(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=10) == ("done\n", says)
+    assert process.returncode == status
+
+
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(name, *_):
+        if name.endswith("options"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("program", ["evaluate.py", "train.py", "serve.py", "tools.py"])
+def test_an_interrupt_while_options_are_imported_is_one_line_and_130(program):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IMPORT, program, "--help"],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (130, f"\n{program}: interrupted\n")
+
+
 def test_a_closed_pipe_is_no_traceback():
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
