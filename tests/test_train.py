@@ -21,6 +21,7 @@ from nanorchestra.agent.load import NANO
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory
+from nanorchestra.report.page import write_report
 from nanorchestra.report.run import Run, to_toml
 from nanorchestra.settings import load_config
 from nanorchestra.training.bill import Bill
@@ -252,6 +253,15 @@ def test_what_a_sigint_stops_is_said_as_it_is(make_training, capsys):
         "stopping after these held-out tasks; Ctrl-C again: at once",
         "no step is left: the run ends with these held-out tasks; Ctrl-C again: at once",
     ]
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_is_stopped_has_a_report(make_training, monkeypatch, steps):
+    monkeypatch.setattr("nanorchestra.training.run.write_report", write_report)
+    run = make_training("stopped", steps=steps)
+    assert not run.train()
+    run.close(finished=False)
+    assert (run.folder.path / "report.html").exists()
 
 
 def test_the_table_of_a_dry_run_says_that_its_figures_mean_nothing(make_training, capsys):

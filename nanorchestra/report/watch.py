@@ -17,19 +17,20 @@ class Watch:
 
     def __init__(self, run: Run, every: float = 0.0) -> None:
         self.run, self.every = run, every
-        self._begun = time.monotonic()
         self._writer: subprocess.Popen | None = None
 
     def report(self) -> None:
-        """Begin to write the report if it is time; called at every step.
+        """Begin to write the report if it is time, as after the first step; called at every step.
 
         A process of the lowest priority writes it, one at a time: a thread would take seconds of
         Python from the rollouts.
         """
-        waited = time.monotonic() - self._begun
-        writing = self._writer and self._writer.poll() is None
-        if not self.every or waited < self.every or writing:
+        if not self.every:
             return
+        if self._writer:  # not the first time
+            waited = time.monotonic() - self._begun
+            if waited < self.every or self._writer.poll() is None:
+                return
         self._begun = time.monotonic()
         module = "nanorchestra.report.page"
         self._writer = subprocess.Popen(

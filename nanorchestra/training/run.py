@@ -182,10 +182,15 @@ class TrainingRun:
             write_report(self.folder.path)
 
     def close(self, finished: bool) -> None:
-        """Waits for the last checkpoint, and says how the run can go on."""
+        """Waits for the last checkpoint, and says how the run can go on.
+
+        Of a run that was stopped, writes the report.
+        """
         self.checkpoints.wait()
         self.watch.close()
         if self.ranks.first:
+            if not finished:
+                write_report(self.folder.path)
             self.folder.unlock()
         path = self.folder.path
         if finished:

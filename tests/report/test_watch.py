@@ -29,3 +29,13 @@ def test_the_report_is_written_beside_the_run_again_and_again(run):
     assert watch._writer is not writer
     watch.close()
     assert watch._writer.poll() is not None
+
+
+def test_the_first_report_waits_for_no_time_to_pass(run):
+    watch = Watch(run, every=1000.0)
+    run.append("metrics", {"phase": "grpo", "step": 1, "reward": 0.5, "seconds": 1.0})
+    watch.report()
+    writer = watch._writer
+    assert writer.wait() == 0 and (run.path / "report.html").exists()
+    watch.report()
+    assert watch._writer is writer, "the second one does"
