@@ -183,10 +183,12 @@ def test_texts_stay_texts_and_what_ends_an_answer_is_said(running, browser, prob
     user_limit = stream(chunk({}, "length", status="user_limit", cost_usd=0.1, latency_s=1.0))
     assert "a limit of yours" in ask(user_limit).locator(".error").inner_text()
     assert EVIL in ask(stream({"error": {"message": EVIL}})).locator(".error").inner_text()
+    assert page.get_by_label("Message").input_value() == EVIL  # to be sent again
     error = {"message": EVIL, "code": "outside_the_world"}
     outside = ask(json.dumps({"error": error}), status=400, content_type="application/json")
     assert outside.inner_text() == "Ask like this.\n!ask"
     assert outside.locator(".error").count() == 0
+    assert page.get_by_label("Message").input_value() == ""
     assert "502" in ask("<html>", status=502, content_type="text/html").inner_text()
     large = ask(stream(chunk({"content": "word **bold** [ * `\n" * 10_000}, "stop")))
     assert len(large.locator(".answer").inner_text()) > 150_000
