@@ -685,6 +685,7 @@ def test_a_mistake_is_one_line_and_status_2(command_line, tmp_path):
     for arguments, says in (
         (["--temperature", "-1", "--ask", LAW], "temperature is -1.0"),
         (["--tools", "/no/file"], "/no/file: cannot be read"),
+        (["--tools", "/no/file.py"], "serve.py: /no/file.py: no such file"),
         (["--index", str(tmp_path)], "not a whole index"),
         (["--ask", "who are you?"], "outside the miniature's world"),
         (["--ask", ""], "--ask: the question is empty"),

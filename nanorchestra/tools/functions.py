@@ -223,6 +223,7 @@ def _check_settings(settings, where) -> None:
 
 def load_functions(path: str | Path) -> list[FunctionTool]:
     """Returns the functions that a Python file decorates with @tool. UserError names the file."""
+    require(Path(path).is_file(), f"{path}: no such file")
     try:
         module = runpy.run_path(str(path))
     except Exception as error:
