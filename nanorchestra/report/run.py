@@ -51,7 +51,12 @@ class Run:
         try:
             path.mkdir(parents=True)
         except OSError as error:
-            advice = "resume that run or choose another run name"
+            if not isinstance(error, FileExistsError):
+                advice = f"{path.parent} must be a directory that can be written"
+            elif (path / "config.toml").is_file():
+                advice = "resume that run or choose another run name"
+            else:
+                advice = "it holds no run; choose another run name"
             raise UserError(f"{path}: cannot be made ({error.strerror}); {advice}") from None
         write_whole(path / "config.toml", config_text)
         return cls(path)

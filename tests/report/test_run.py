@@ -22,6 +22,12 @@ def test_create_makes_the_run_and_nothing_else(run, tmp_path):
     assert (run.path / "config.toml").read_text() == CONFIG
     with pytest.raises(UserError, match="File exists.*; resume that run or choose another"):
         Run.create(run.path, "other")
+    (run.path / "config.toml").unlink()
+    with pytest.raises(UserError, match="File exists.*; it holds no run; choose another run name"):
+        Run.create(run.path, "other")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/one: .*\); .*file must be a directory that can be"):
+        Run.create(tmp_path / "file" / "one", "other")
     with pytest.raises(UserError, match="holds no config.toml"):
         Run.open(tmp_path)
 
