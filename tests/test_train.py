@@ -255,6 +255,12 @@ def test_what_a_sigint_stops_is_said_as_it_is(make_training, capsys):
     ]
 
 
+def test_a_run_without_a_warm_start_is_resumed_at_grpo(make_training, capsys):
+    make_training("cold").folder.unlock()  # it failed before its first step
+    assert not make_training("cold", resume=True, steps=0).train()
+    assert "cold at grpo step 0\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_that_is_stopped_has_a_report(make_training, monkeypatch, steps):
     monkeypatch.setattr("nanorchestra.training.run.write_report", write_report)

@@ -326,6 +326,8 @@ class TrainingRun:
                 self._write_config()
                 (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
             phase, step = self.progress.phase, self.progress.step
+            if not self.config.warm_start.steps:
+                phase = "grpo"  # it has no other one
             self.say(f"resuming {self.folder.path} at {phase} step {step}")
         path = self.config.model.path
         beside_weights = path != DRAFT and (Path(path) / "tokenizer.json").exists()
