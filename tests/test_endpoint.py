@@ -106,6 +106,7 @@ def test_what_the_server_refuses_is_one_line_that_says_what_mends_it(endpoint, c
         (["--model", endpoint.url], "must be MODEL@ and a base URL"),
         (["--model", f"{at}:none"], "/tools and /budget do that"),
         (["--model", f"{at}:tunrs=3"], "tunrs=3 must be basic, none, or a number of usd, turns"),
+        (["--model", f"{at}:turnz=3"], "input, output; did you mean turns?"),
         (["--model", at, "--top-k", "3"], "--top-k: leave it out"),
         (["--model", at, "--quantise", "int8"], "--quantise: leave it out"),
     ):

@@ -142,6 +142,7 @@ def parse(text: str, routers: Collection[str], option: str = "--policy") -> Poli
             settings[name] = int(value) if name in WHOLE else float(value)
         except ValueError:
             right = f"basic, none, or a number of {', '.join(CHANGES[kind])}"
+            right += "" if name in CHANGES[kind] else nearest(name, [*TOOLS, *CHANGES[kind]])
             raise UserError(f"{where}: {change} must be {right}") from None
     _check(settings, where)
     return Policy(text, base, kind, settings)
