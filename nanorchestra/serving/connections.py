@@ -149,6 +149,8 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         problem = getattr(error, "strerror", None) or str(error)
+        # without the words that Python adds
+        problem = problem.partition(" (while ")[0].removeprefix("bind(): ").rstrip(".")
         raise UserError(f"--host {host} --port {port}: {problem}; give another") from None
 
 

@@ -204,8 +204,11 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path, capsys):
     with listen("127.0.0.1", 0) as taken:
         busy = str(taken.getsockname()[1])
         for arguments, says in (
-            (["none", "--port", busy], f"--port {busy}: Address already in use"),
-            ([str(corpus), "--port", "99999"], "--port 99999: "),
+            (["none", "--port", busy], f"--port {busy}: Address already in use; give another\n"),
+            (
+                [str(corpus), "--port", "99999"],
+                "--port 99999: port must be 0-65535; give another\n",
+            ),
             ([str(corpus), "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
             ([str(tmp_path / "none"), *port], "none: cannot be read"),
             ([str(tmp_path), *port], "not a whole index"),
