@@ -29,9 +29,14 @@ OF_OBJECTIVE = ("grpo.kl_coef", "grpo.min_std", "grpo.min_entropy")
 RESUMABLE = ("run.checkpoint_every", "grpo.steps")
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds an option --section.name for each setting. The namespace has those that are given."""
+def add_settings(parser: argparse.ArgumentParser, config: Config | None = None) -> None:
+    """Adds an option --section.name for each setting. The namespace has those that are given.
+
+    The help has the values of `config` as defaults.
+    """
+    defaults = dataclasses.asdict(config or Config())
     for name, (field, kind) in SETTINGS.items():
+        section, _, key = name.partition(".")
         choices = get_args(kind) or None
         parser.add_argument(
             f"--{name}",
@@ -39,7 +44,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             choices=choices,
             default=argparse.SUPPRESS,
             metavar=None if choices else kind.__name__.upper(),
-            help=f"{field.metadata['help']} (default: {field.default!r})".replace("%", "%%"),
+            help=f"{field.metadata['help']} (default: {defaults[section][key]!r})".replace(
+                "%", "%%"
+            ),
         )
 
 

@@ -233,6 +233,19 @@ def test_help_and_wrong_options_do_not_wait_for_torch():
         assert "argparse" in done.stderr
 
 
+def test_the_help_has_the_values_of_the_preset(capsys):
+    for words, name in (([], "nano"), (["--config", "qwen3-8b"], "qwen3-8b")):
+        with pytest.raises(SystemExit):
+            program.parse([*words, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        grpo = load_config(name).grpo
+        assert grpo != Config().grpo
+        assert re.search(rf"--grpo.steps INT [^(]*\(default: {grpo.steps}\)", text)
+        assert re.search(
+            rf"--grpo.learning_rate FLOAT [^(]*\(default: {grpo.learning_rate}\)", text
+        )
+
+
 def test_what_a_sigint_stops_is_said_as_it_is(make_training, capsys):
     """After the last step there is none to stop after: the run ends with its held-out tasks."""
     run, said = make_training("said", {"grpo.steps": 1}), []

@@ -21,7 +21,10 @@ def parse(arguments: list[str], description: str | None = None) -> Namespace:
     )
     add = parser.add_argument
     changes = ", ".join(settings.RESUMABLE)
-    add("--config", help="a TOML file, or the name of one in configs/ (default: nano)")
+    add(
+        "--config",
+        help="a TOML file, or the name of one in configs/ (default: nano); sets the defaults below",
+    )
     add(
         "--resume",
         metavar="RUN",
@@ -34,7 +37,12 @@ def parse(arguments: list[str], description: str | None = None) -> Namespace:
     add("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
     text = "for --plan: estimate the bill of paid calls by playing so many tasks"
     add("--probe", type=int, metavar="TASKS", help=text)
-    settings.add_settings(parser)
+    config = None
+    if {"-h", "--help"} & set(arguments):  # which states the values that this command would use
+        first = ArgumentParser(add_help=False, allow_abbrev=False)
+        first.add_argument("--config", default="nano")
+        config = settings.load_config(first.parse_known_args(arguments)[0].config)
+    settings.add_settings(parser, config)
     options = parser.parse_args(arguments)
     planned = ("gpus", "gpu", "memory", "probe")
     planning = [name for name in planned if getattr(options, name) is not None]
