@@ -23,8 +23,9 @@ class Watch:
         """Begin to write the report if it is time, as after the first step; called at every step.
 
         A process of the lowest priority writes it, one at a time: a thread would take seconds of
-        Python from the rollouts.
+        Python from the rollouts. The first one has the run's priority, so that it is there soon.
         """
+        niceness = "19" if self._writer else "0"
         if not self.every:
             return
         if self._writer:  # not the first time
@@ -34,7 +35,7 @@ class Watch:
         self._begun = time.monotonic()
         module = "nanorchestra.report.page"
         self._writer = subprocess.Popen(
-            ["nice", "-n", "19", sys.executable, "-m", module, self.run.path.resolve()],
+            ["nice", "-n", niceness, sys.executable, "-m", module, self.run.path.resolve()],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
