@@ -125,7 +125,7 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
                 return 1
             finally:
                 with suppress(OSError, ValueError):  # the interpreter tells of it at its end
-                    sys.stdout.flush()  # as Ctrl-C may now end the process at once
+                    print(end="", flush=True)  # as Ctrl-C may now end the process at once
                 signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
         return run

@@ -104,6 +104,14 @@ def test_an_interrupt_while_the_interpreter_ends_is_no_traceback(phase, says, st
     assert process.returncode == status
 
 
+def test_a_command_without_stdout_ends_as_any():
+    shell = 'exec "$0" -c "$1" teardown >&-'
+    done = subprocess.run(
+        ["sh", "-c", shell, sys.executable, SLOW_END], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "ready\n")
+
+
 INTERRUPTED_IMPORT = """
 import os, runpy, signal, sys
 
