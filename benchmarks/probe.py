@@ -8,7 +8,8 @@ the unchanged tasks. Shares follow: of first calls that name a tool on offer, of
 first thought reads right, of bans of the preferred tool that are kept, of difficulties that the
 first thought names, of the value of prices and latencies that the first choice captures, and of
 first choices that are the informed rule's where only the ratio of two prices changes. All have 95%
-intervals over tasks; differences are paired by task.
+intervals over tasks, or over the phrases of another hand, for a phrase is mostly read alike in all
+tasks; differences are paired by task.
 
 --phrases has the wishes, bans and aliases of another hand: a JSON file {"wishes": {"cheap": [...],
 ...}, "bans": ["leave out {tool}", ...], "aliases": [...]}.
@@ -22,8 +23,9 @@ import json
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from statistics import fmean
 
@@ -114,7 +116,8 @@ def probe_phrases(
     """Returns the probes of `count` held-out tasks in the phrases of another hand.
 
     The wishes, bans and aliases are changed one by one, each of a file in turn; what a wish weighs
-    stays, and the preferred tool is banned. The tasks have no ban otherwise.
+    stays, and the preferred tool is banned: by kind and alias as in training, and by one of them
+    alone. The tasks have no ban otherwise.
     """
     drawn = held_out(Miniature(seed, sandbox), count)
     tasks = [replace(task, preference=_wish_alone(task, HELD_OUT)) for task in drawn]
@@ -129,26 +132,56 @@ def probe_phrases(
         place[task.preference.name] += 1
         said.append(replace(task, preference=replace(task.preference, text=text)))
     attempts = attempts_at(said, rollout, seed, sandbox)
-    results |= _beside("wishes of another hand", attempts, plain)
-    results |= _reading(rollout, said, attempts, ", wishes of another hand")
+    texts = [task.preference.text for task in said]
+    results |= _beside("wishes of another hand", attempts, plain, texts)
+    results |= _reading(rollout, said, attempts, ", wishes of another hand", texts)
 
-    banned = []
-    for number, task in enumerate(task for task in trained if task.kind == "knowledge"):
-        best = informed_order(task)[0]
-        ban = phrases["bans"][number % len(phrases["bans"])].format(tool=title(best))
-        weight = -(task.preference.outcome + task.preference.cost + task.preference.latency)
-        text = f"{task.preference.text} {ban}".strip()
-        preference = replace(task.preference, text=text, tools={best["name"]: weight})
-        banned.append(replace(task, preference=preference))
-    kept = _kept(banned, attempts_at(banned, rollout, seed, sandbox))
-    results["bans of another hand kept"] = interval(kept)
+    cases = [task for task in trained if task.kind == "knowledge"]
+    bans = list(itertools.islice(itertools.cycle(phrases["bans"]), len(cases)))
+    names_of = {"": title, ", by kind alone": _kind, ", by alias alone": _alias}
+    for name, named in names_of.items():
+        banned = [_banned(*case, named) for case in zip(cases, bans, strict=True)]
+        kept = _kept(banned, attempts_at(banned, rollout, seed, sandbox))
+        results[f"bans of another hand kept{name}"] = over_groups(kept, bans)
 
     named, names = [], itertools.cycle(phrases["aliases"])
     for task in tasks:
         tools = [offer | {"name": next(names)} for offer in task.data["tools"]]
         named.append(_with(task, tools))
     attempts = attempts_at(named, rollout, seed, sandbox)
-    return results | _reading(rollout, named, attempts, ", aliases of another hand")
+    meant = [nearest_name(first_call(a), t.offers) for a, t in zip(attempts, named, strict=True)]
+    return results | _reading(rollout, named, attempts, ", aliases of another hand", meant)
+
+
+def over_groups(values: Sequence[float], groups: Sequence[str]) -> Interval:
+    """Returns the mean of the values and its 95% bootstrap interval over the groups they are of."""
+    sums, counts = Counter(), Counter()
+    for value, group in zip(values, groups, strict=True):
+        sums[group] += value
+        counts[group] += 1
+    return share_interval([sums[group] for group in counts], list(counts.values()))
+
+
+def nearest_name(called: str, offers: Collection[str]) -> str:
+    """Returns the name on offer that is most like the called one."""
+    return max(offers, key=lambda name: SequenceMatcher(None, called, name).ratio())
+
+
+def _banned(task, ban, named) -> Task:
+    """Returns the task with a ban of the preferred tool, which `named` names in words."""
+    best = informed_order(task)[0]
+    weight = -(task.preference.outcome + task.preference.cost + task.preference.latency)
+    text = f"{task.preference.text} {ban.format(tool=named(best))}".strip()
+    preference = replace(task.preference, text=text, tools={best["name"]: weight})
+    return replace(task, preference=preference)
+
+
+def _kind(offer: Offer) -> str:
+    return f"the {offer['what']}"
+
+
+def _alias(offer: Offer) -> str:
+    return offer["name"]
 
 
 def _wish_alone(task, split) -> Preference:
@@ -158,26 +191,32 @@ def _wish_alone(task, split) -> Preference:
     return Preference(text, *PREFERENCES[name][1])
 
 
-def _beside(name, attempts, plain) -> dict[str, Interval]:
+def _beside(name, attempts, plain, groups=None) -> dict[str, Interval]:
+    """Returns the reward and its paired difference, over `groups` (by default: over tasks)."""
+    groups = groups or list(map(str, range(len(attempts))))
     rewards = [attempt.reward for attempt in attempts]
     gains = [ours - base.reward for ours, base in zip(rewards, plain, strict=True)]
     return {
-        f"reward, {name}": interval(rewards),
-        f"reward, {name}, difference": interval(gains),
+        f"reward, {name}": over_groups(rewards, groups),
+        f"reward, {name}, difference": over_groups(gains, groups),
     }
 
 
-def _reading(rollout, tasks, attempts, suffix) -> dict[str, Interval]:
-    """Returns the shares of first calls to a tool on offer, and of wishes read right."""
+def _reading(rollout, tasks, attempts, suffix, groups=None) -> dict[str, Interval]:
+    """Returns the shares of first calls to a tool on offer, and of wishes read right.
+
+    The intervals are over `groups` (by default: over tasks).
+    """
+    groups = groups or list(map(str, range(len(attempts))))
     on_offer, read = [], defaultdict(list)
-    for task, attempt in zip(tasks, attempts, strict=True):
+    for task, attempt, group in zip(tasks, attempts, groups, strict=True):
         on_offer.append(float(first_call(attempt) in task.offers))
         thought = _first_turn(rollout, attempt).partition("<think>")[2].strip()
         for wish in ("all", task.preference.name):
-            read[wish].append(float(thought.startswith(f"{task.preference.name}.")))
-    results = {f"first call is on offer{suffix}": interval(on_offer)}
+            read[wish].append((float(thought.startswith(f"{task.preference.name}.")), group))
+    results = {f"first call is on offer{suffix}": over_groups(on_offer, groups)}
     for wish, hits in read.items():
-        results[f"wish read right, {wish}{suffix}"] = interval(hits)
+        results[f"wish read right, {wish}{suffix}"] = over_groups(*zip(*hits, strict=True))
     return results
 
 

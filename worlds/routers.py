@@ -2,15 +2,17 @@
 
 Routers play in the same environments as the policy and are scored and billed in the same way, but
 pay for no tokens of their own. In the miniature a router is an order of the tools on offer, which
-are used until one is sure. In other worlds it is an order of the experts, which are asked until two
-answers agree; in a conversation the first expert does every turn, and after an error the next.
-Where a domain offers no expert there are two controls: one copies what the user says, one does
-nothing.
+are used until one is sure; `vote` asks all experts. In other worlds it is an order of the experts,
+which are asked until two answers agree; in a conversation the first expert does every turn, and
+after an error the next. Where a domain offers no expert there are two controls: one copies what the
+user says, one does nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -42,7 +44,7 @@ from worlds.miniature.offers import (
     skill,
 )
 from worlds.miniature.tables import SPECIALISTS
-from worlds.skill_table import estimated_skill, skill_table
+from worlds.skill_table import UNKNOWN, estimated_skill, skill_table
 from worlds.toolscale.dataset import DomainWorld
 from worlds.toolscale.environment import EXPERT, DomainEnvironment
 from worlds.toolscale.expert import SAY
@@ -52,6 +54,9 @@ MINIATURE = "miniature"  # the world
 SEEN = 20  # tasks of a world that say which routers it has
 PARALLEL = 16  # attempts at a time
 TABLES = (50, 500)  # single calls from which a router learns the skills
+DRAWN = 20  # tables of each size
+VOTE = "vote"
+UNSURE = 0.3  # of a vote
 TURNS = 40  # of a conversation at most
 STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")  # from the weakest, by their names
 
@@ -93,6 +98,8 @@ class Router:
 
     def _play(self, env: Environment, seed: int) -> Trajectory:
         with in_attempt(seed):
+            if env.task.world == MINIATURE and self.name == VOTE:
+                return vote(env, seed)
             if env.task.world == MINIATURE:
                 return use_until_sure(TOOL_ORDERS[self.name](env.task), env, seed)
             if self.name in CONTROLS:
@@ -104,14 +111,13 @@ class Router:
 
 
 def strongest(task: Task) -> list[Offer]:
-    """Returns the expert that names suggest to be the strongest."""
-    return [max(cascade(task), key=_strength)]
+    """Returns the tool that fits, else the expert that names suggest to be the strongest."""
+    return sorted(_allowed(task), key=_strength)[-1:]
 
 
 def cascade(task: Task) -> list[Offer]:
-    """Returns the experts from the cheapest up."""
-    offers = [offer for offer in task.data["tools"] if is_expert(offer)]
-    return sorted(offers, key=_price)
+    """Returns the tool that fits, then the experts from the cheapest up."""
+    return sorted(_allowed(task), key=lambda offer: (is_expert(offer), offer["price"]))
 
 
 def blind(task: Task) -> list[Offer]:
@@ -136,14 +142,23 @@ def perfect(task: Task) -> Sequence[Offer]:
 
 
 def by_table(task: Task, calls: int) -> list[Offer]:
-    """Returns what `informed` would, by skills that were estimated from so many single calls."""
-    table = skill_table(calls)
+    """Returns what `informed` would, by skills that were estimated from so many single calls.
+
+    Each task has one of DRAWN tables, for a single one is lucky or not.
+    """
+    table = skill_table(calls, number=zlib.crc32(task.id.encode()) % DRAWN)
     return informed_order(task, partial(estimated_skill, table))[:2]
+
+
+def unskilled(task: Task) -> list[Offer]:
+    """Returns what `informed` would if all experts were right equally often."""
+    return informed_order(task, lambda task, offer: UNKNOWN)
 
 
 TOOL_ORDERS = {
     "strongest": strongest,
     "cascade": cascade,
+    VOTE: unskilled,
     **{f"table-{calls}": partial(by_table, calls=calls) for calls in TABLES},
     "blind": blind,
     "informed": informed,
@@ -218,11 +233,8 @@ def usable(task: Task, offer: Offer) -> bool:
 
 
 def _strength(offer: Offer) -> int:
-    return STRENGTHS.index(offer["what"])
-
-
-def _price(offer: Offer) -> int:
-    return offer["price"]
+    """Returns a rank by what an offer is; a tool that fits is stronger than any expert."""
+    return STRENGTHS.index(offer["what"]) if is_expert(offer) else len(STRENGTHS)
 
 
 # The miniature: an attempt.
@@ -238,6 +250,25 @@ def use_until_sure(order: Sequence[Offer], env: Environment, seed: int = 0) -> T
         attempt.trajectory.answer = reading.answer or ""
         if reading.sure:
             break
+    return attempt.finish()
+
+
+def vote(env: Environment, seed: int = 0) -> Trajectory:
+    """Returns an attempt that knows no skills.
+
+    It uses the first two tools of `unskilled` until one is sure. For users who mind neither cost nor
+    time, where no tool fits, all experts vote: an unsure answer counts UNSURE.
+    """
+    preference, order = env.task.preference, unskilled(env.task)
+    if preference.cost or preference.latency or not is_expert(order[0]):
+        return use_until_sure(order[:2], env, seed)
+    attempt, votes = RouterAttempt(env, seed), Counter()
+    for offer in order:
+        reading = _use(offer, attempt)
+        if attempt.failed:
+            break
+        votes[reading.answer or ""] += 1 if reading.sure else UNSURE
+        attempt.trajectory.answer = votes.most_common(1)[0][0]
     return attempt.finish()
 
 

@@ -17,7 +17,8 @@ from worlds.miniature.offers import Offer, is_expert, read_result
 from worlds.miniature.world import Miniature
 
 PRIOR = 2.0  # calls that an expert's own mean counts for in a cell of the table
-SEED = 4711  # of the explored tasks, which no run has
+SEED = 4711  # of the tasks that the first table explores, which no run has
+UNKNOWN = Skill(0.5, 0.5, 0.5)  # of an expert that was never asked
 
 
 @dataclass
@@ -37,14 +38,15 @@ class _Count:
 
 
 @cache
-def skill_table(calls: int) -> dict[tuple[str, str, str], Skill]:
+def skill_table(calls: int, number: int = 0) -> dict[tuple[str, str, str], Skill]:
     """Returns the estimated skill by expert, subject and difficulty, after so many single calls.
 
+    Tables of other numbers come from other tasks.
     Each call asks an expert on offer, drawn evenly, about a training task. An estimate is the mean
     of its cell, drawn towards that of the expert by PRIOR calls; how often it is unsure is taken
     for the expert as a whole.
     """
-    world, rng = Miniature(SEED, None), random.Random(SEED)
+    world, rng = Miniature(SEED + number, None), random.Random(SEED + number)
     cells, experts = defaultdict(_Count), defaultdict(_Count)
     for index in range(calls):
         task = world.task("train", index)
@@ -59,8 +61,7 @@ def skill_table(calls: int) -> dict[tuple[str, str, str], Skill]:
 
 def estimated_skill(table: dict[tuple[str, str, str], Skill], task: Task, offer: Offer) -> Skill:
     """Returns the skill that a table has for an expert, subject and difficulty, or the nearest."""
-    unknown = Skill(0.5, 0.5, 0.5)  # an expert that was never asked
-    return table.get(cell_of(task, offer)) or table.get((offer["what"], "", ""), unknown)
+    return table.get(cell_of(task, offer)) or table.get((offer["what"], "", ""), UNKNOWN)
 
 
 def cell_of(task: Task, offer: Offer) -> tuple[str, str, str]:

@@ -1,9 +1,10 @@
 """Checkpoints of a run: one directory each, with a safetensors file a rank, notes.json, SHA256SUMS.
 
-Every rank writes the rows that it holds in a thread while training goes on, from a copy taken at
-once. A checkpoint is written aside and renamed when all of it is on disk, so a directory with a
-checkpoint's name is whole; digests taken while it was written tell what has changed since. Any
-number of ranks reads it, each the rows that it holds. No file can run code when it is read.
+Every rank writes the rows that it holds: those of a GPU in a thread while training goes on, from a
+copy taken at once; those of a CPU without a copy, before training goes on. A checkpoint is written
+aside and renamed when all of it is on disk, so a directory with a checkpoint's name is whole;
+digests taken while it was written tell what has changed since. Any number of ranks reads it, each
+the rows that it holds. No file can run code when it is read.
 """
 
 import json
@@ -66,17 +67,20 @@ class Checkpoints:
         """Begins to save; the tensors may change once it returns. Waits for the save before it.
 
         Each row is written by one rank: of a tensor that is not sharded, and of replicas, by the
-        first that has it.
+        first that has it. A copy of what lies in a CPU's memory, masters and moments, would be the
+        peak of a run: it is saved when this returns.
         """
         self.wait()
-        copies = {}
+        parts = {}
         rows = {}
         for key, tensor in tensors.items():
             held = local(tensor).detach()
             if is_first_copy(tensor, self.ranks.rank) and held.numel():
-                copies[key] = held.to("cpu", copy=True).contiguous()
+                parts[key] = held.cpu().contiguous()
                 rows[key] = first_row(tensor)
-        self._saving = name, self._thread.submit(self._write, name, copies, rows, notes)
+        self._saving = name, self._thread.submit(self._write, name, parts, rows, notes)
+        if any(local(tensor).is_cpu for tensor in tensors.values()):
+            self.wait()
 
     def wait(self) -> None:
         """Returns when the last save is on disk. UserError on every rank if it failed on one."""
@@ -91,7 +95,7 @@ class Checkpoints:
             "the ones before it are whole: free the space, then resume",
         )
 
-    def _write(self, name, copies, rows, notes) -> str:
+    def _write(self, name, tensors, rows, notes) -> str:
         """Writes this rank's file; when all are on disk, rank 0 makes a checkpoint of them.
 
         Returns what went wrong, on every rank the same; "" if nothing did.
@@ -100,10 +104,10 @@ class Checkpoints:
         try:
             part = problem = None
             try:
-                part = self._write_part(aside, copies, rows)
+                part = self._write_part(aside, tensors, rows)
             except Exception as error:
                 problem = one_line(error)
-            copies.clear()  # their memory is free while other ranks still write
+            tensors.clear()  # their memory is free while other ranks still write
             parts, problems = zip(*self._writing_ranks.all_gather((part, problem)), strict=True)
             problem = next(filter(None, problems), "")
             if not problem and self.ranks.first:
@@ -116,10 +120,10 @@ class Checkpoints:
             if self.ranks.first:
                 shutil.rmtree(aside, ignore_errors=True)
 
-    def _write_part(self, aside, copies, rows) -> WrittenPart:
+    def _write_part(self, aside, tensors, rows) -> WrittenPart:
         file = f"rank-{self.ranks.rank:05d}.safetensors"
         aside.mkdir(exist_ok=True)
-        digest = write_tensors(aside / file, copies)
+        digest = write_tensors(aside / file, tensors)
         return WrittenPart(file, rows, digest)
 
     def _publish(self, name, aside, parts, notes):

@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 from miniature_tasks import environment, tasks_of
 
-from benchmarks.probe import permuted, value_of_prices, with_ban, with_ratio
+from benchmarks.probe import (
+    nearest_name,
+    over_groups,
+    permuted,
+    value_of_prices,
+    with_ban,
+    with_ratio,
+)
 from nanorchestra.records import ToolCall, Trajectory, Turn
+from worlds.metrics import interval
 from worlds.miniature.tables import SKILLS
 from worlds.routers import informed_order
 
@@ -60,3 +68,13 @@ def test_the_rule_captures_the_whole_value_of_prices_and_one_without_prices_noth
     assert equal["value of prices captured, all"].mean < 0.35
     nothing = value_of_prices(tasks, first_calls(tasks, lambda task: "none"))
     assert nothing["value of prices captured, all"].high < 0
+
+
+def test_an_interval_over_phrases_is_as_wide_as_few_phrases_make_it():
+    values, phrases = [1.0] * 60 + [0.0] * 20, [f"{i // 10}" for i in range(80)]
+    over_tasks = over_groups(values, list(map(str, range(80))))
+    over_phrases = over_groups(values, phrases)  # eight, each read alike in ten tasks
+    assert over_tasks.mean == over_phrases.mean == 0.75
+    assert over_tasks == interval(values)
+    assert over_phrases.high - over_phrases.low > 2 * (over_tasks.high - over_tasks.low)
+    assert nearest_name("clauded-x", ["gemini", "claude-x", "x"]) == "claude-x"
