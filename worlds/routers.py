@@ -256,8 +256,8 @@ def use_until_sure(order: Sequence[Offer], env: Environment, seed: int = 0) -> T
 def vote(env: Environment, seed: int = 0) -> Trajectory:
     """Returns an attempt that knows no skills.
 
-    It uses the first two tools of `unskilled` until one is sure. For users who mind neither cost nor
-    time, where no tool fits, all experts vote: an unsure answer counts UNSURE.
+    It uses the first two tools of `unskilled` until one is sure. For users who mind neither cost
+    nor time, where no tool fits, all experts vote: an unsure answer counts UNSURE.
     """
     preference, order = env.task.preference, unskilled(env.task)
     if preference.cost or preference.latency or not is_expert(order[0]):
