@@ -3,9 +3,10 @@
     python benchmarks/calls.py runs/nano [runs/nano-long] --tasks 1000 --out calls.png [--json FILE]
 
 The table router asks experts N single questions, writes down who was right at what, and follows the
-rule that `informed` follows; it is played on the same held-out tasks for each N. A run's points are
-means over the attempts of its GRPO steps, at training tasks that it met once, as they were sampled;
-its calls are those of all steps before. The rule that knows the skills is the line above.
+rule that `informed` follows; it is played on the same held-out tasks for each N, each of which has
+one of 20 tables. A run's points are means over the attempts of its GRPO steps, at training tasks
+that it met once, as they were sampled; its calls are those of all steps before. The rule that knows
+the skills is the line above.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import random
 import sys
 from collections import Counter, defaultdict
@@ -138,11 +139,11 @@ def probe_phrases(
 
     cases = [task for task in trained if task.kind == "knowledge"]
     bans = list(itertools.islice(itertools.cycle(phrases["bans"]), len(cases)))
-    names_of = {"": title, ", by kind alone": _kind, ", by alias alone": _alias}
-    for name, named in names_of.items():
-        banned = [_banned(*case, named) for case in zip(cases, bans, strict=True)]
+    ways = {"": title, ", by kind alone": _kind, ", by alias alone": _alias}
+    for way, in_words in ways.items():
+        banned = [_banned(task, ban, in_words) for task, ban in zip(cases, bans, strict=True)]
         kept = _kept(banned, attempts_at(banned, rollout, seed, sandbox))
-        results[f"bans of another hand kept{name}"] = over_groups(kept, bans)
+        results[f"bans of another hand kept{way}"] = over_groups(kept, bans)
 
     named, names = [], itertools.cycle(phrases["aliases"])
     for task in tasks:
@@ -159,6 +160,8 @@ def over_groups(values: Sequence[float], groups: Sequence[str]) -> Interval:
     for value, group in zip(values, groups, strict=True):
         sums[group] += value
         counts[group] += 1
+    if len(counts) < 2:
+        return Interval(fmean(values), -math.inf, math.inf)
     return share_interval([sums[group] for group in counts], list(counts.values()))
 
 
@@ -167,11 +170,11 @@ def nearest_name(called: str, offers: Collection[str]) -> str:
     return max(offers, key=lambda name: SequenceMatcher(None, called, name).ratio())
 
 
-def _banned(task, ban, named) -> Task:
-    """Returns the task with a ban of the preferred tool, which `named` names in words."""
+def _banned(task, ban, in_words) -> Task:
+    """Returns the task with a ban of the preferred tool, whose name is in_words(offer)."""
     best = informed_order(task)[0]
     weight = -(task.preference.outcome + task.preference.cost + task.preference.latency)
-    text = f"{task.preference.text} {ban.format(tool=named(best))}".strip()
+    text = f"{task.preference.text} {ban.format(tool=in_words(best))}".strip()
     preference = replace(task.preference, text=text, tools={best["name"]: weight})
     return replace(task, preference=preference)
 

@@ -77,8 +77,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def end_on_interrupt(program: str) -> None:
     """Makes Ctrl-C end the process at once with one line and status 130, but while `command` runs.
 
-    While the interpreter takes itself down, a second or more with torch, Ctrl-C does nothing: the
-    work is done, and Python would let it end the process without a word.
+    After the exit handlers, while the interpreter frees its modules, a second or more with torch,
+    Ctrl-C does nothing: the work is done, and Python would let it end the process without a word.
     """
 
     def end(*_):
@@ -113,7 +113,9 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
             if before is not signal.SIG_IGN:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
-                return main(arguments)
+                status = main(arguments)
+                _flush_stdout()
+                return status
             except UserError as error:
                 print(f"{program}: {error}", file=sys.stderr)
                 return 2
@@ -124,10 +126,23 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 1
             finally:
-                with suppress(OSError, ValueError):  # the interpreter tells of it at its end
-                    print(end="", flush=True)  # as Ctrl-C may now end the process at once
+                with suppress(BrokenPipeError):
+                    _flush_stdout()  # as Ctrl-C may now end the process at once
                 signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
         return run
 
     return decorate
+
+
+def _flush_stdout() -> None:
+    """Writes what stdout still holds. BrokenPipeError if its reader has gone away.
+
+    The interpreter tells of other errors at its end.
+    """
+    try:
+        print(end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError):
+        pass

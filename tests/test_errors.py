@@ -112,6 +112,28 @@ def test_a_command_without_stdout_ends_as_any():
     assert (done.returncode, done.stderr) == (0, "ready\n")
 
 
+UNREAD = """
+import sys
+from nanorchestra.errors import command
+
+@command("unread")
+def main(arguments):
+    print("a line that stays in the buffer")
+    return 0
+
+sys.stdin.read()
+sys.exit(main([]))
+"""
+
+
+def test_a_reader_that_has_gone_away_is_status_1_without_a_word():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", UNREAD], **pipes) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 1)
+
+
 INTERRUPTED_IMPORT = """
 import os, runpy, signal, sys
 

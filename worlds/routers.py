@@ -2,10 +2,10 @@
 
 Routers play in the same environments as the policy and are scored and billed in the same way, but
 pay for no tokens of their own. In the miniature a router is an order of the tools on offer, which
-are used until one is sure; `vote` asks all experts. In other worlds it is an order of the experts,
-which are asked until two answers agree; in a conversation the first expert does every turn, and
-after an error the next. Where a domain offers no expert there are two controls: one copies what the
-user says, one does nothing.
+are used until one is sure; `vote` asks all experts if neither cost nor time counts. In other worlds
+it is an order of the experts, which are asked until two answers agree; in a conversation the first
+expert does every turn, and after an error the next. Where a domain offers no expert there are two
+controls: one copies what the user says, one does nothing.
 """
 
 from __future__ import annotations
@@ -267,8 +267,9 @@ def vote(env: Environment, seed: int = 0) -> Trajectory:
         reading = _use(offer, attempt)
         if attempt.failed:
             break
-        votes[reading.answer or ""] += 1 if reading.sure else UNSURE
-        attempt.trajectory.answer = votes.most_common(1)[0][0]
+        if reading.answer:
+            votes[reading.answer] += 1 if reading.sure else UNSURE
+            attempt.trajectory.answer = votes.most_common(1)[0][0]
     return attempt.finish()
 
 

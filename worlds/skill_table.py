@@ -41,10 +41,9 @@ class _Count:
 def skill_table(calls: int, number: int = 0) -> dict[tuple[str, str, str], Skill]:
     """Returns the estimated skill by expert, subject and difficulty, after so many single calls.
 
-    Tables of other numbers come from other tasks.
     Each call asks an expert on offer, drawn evenly, about a training task. An estimate is the mean
     of its cell, drawn towards that of the expert by PRIOR calls; how often it is unsure is taken
-    for the expert as a whole.
+    for the expert as a whole. Tables of other numbers come from other tasks.
     """
     world, rng = Miniature(SEED + number, None), random.Random(SEED + number)
     cells, experts = defaultdict(_Count), defaultdict(_Count)

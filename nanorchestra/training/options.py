@@ -38,7 +38,7 @@ def parse(arguments: list[str], description: str | None = None) -> Namespace:
     text = "for --plan: estimate the bill of paid calls by playing so many tasks"
     add("--probe", type=int, metavar="TASKS", help=text)
     config = None
-    if {"-h", "--help"} & set(arguments):  # which states the values that this command would use
+    if {"-h", "--help"} & set(arguments):  # which states the values of the preset
         first = ArgumentParser(add_help=False, allow_abbrev=False)
         first.add_argument("--config", default="nano")
         config = settings.load_config(first.parse_known_args(arguments)[0].config)

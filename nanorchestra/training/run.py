@@ -378,7 +378,7 @@ class TrainingRun:
         return stopping
 
     def save(self, attempts_ahead: Attempts | None = None) -> None:
-        """Begins a checkpoint of this moment, which is written while training goes on."""
+        """Begins a checkpoint of this moment, as `Checkpoints.save` does."""
         progress = dataclasses.replace(self.progress, seconds=self.elapsed)
         notes = {
             "progress": dataclasses.asdict(progress),

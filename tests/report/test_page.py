@@ -63,7 +63,7 @@ def test_everything_is_drawn_and_nothing_is_cut(run, opened, width, scheme):
     text = page.inner_text("body")
     for part in (
         "after GRPO",
-        "strongest (a tool that fits",
+        "strongest (the expert that seems",
         "431 s (7.2 min)",
         "0.500\u00a0\u2192\u00a00.500",
     ):

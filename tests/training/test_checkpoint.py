@@ -14,6 +14,9 @@ from test_distributed import ONE, agree, first_half, make_groups, make_trainer, 
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import sha256, write_sums
+from nanorchestra.model.sharded import local
+from nanorchestra.model.tensor_files import write_tensors
+from nanorchestra.training import checkpoint
 from nanorchestra.training.checkpoint import Checkpoints
 from train import supervised_update
 
@@ -150,6 +153,20 @@ def test_notes_of_another_version_are_refused_in_one_line(make_training):
     with pytest.raises(UserError, match="none of its 1 checkpoints .*colour") as refusal:
         again.train()
     assert "\n" not in str(refusal.value)
+
+
+def test_what_lies_in_a_cpus_memory_is_written_without_a_copy(tmp_path, monkeypatch):
+    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, ONE)
+    written = {}
+
+    def write(file, tensors):
+        written.update({name: tensor.data_ptr() for name, tensor in tensors.items()})
+        return write_tensors(file, tensors)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", write)
+    checkpoints.save("a", trainer.tensors(), {})
+    held = {name: local(tensor) for name, tensor in trainer.tensors().items()}
+    assert written == {name: t.data_ptr() for name, t in held.items() if t.numel()}
 
 
 def test_a_full_disk_leaves_the_checkpoints_before(tmp_path, monkeypatch):

@@ -133,6 +133,21 @@ def test_experts_vote_only_for_users_who_mind_neither_cost_nor_time(open_miniatu
             assert turns == experts if name == "right" else turns <= 2
 
 
+def test_what_a_limit_refuses_has_no_vote(open_miniature):
+    """A refused expert is not asked: the answers that were paid for count."""
+    world = open_miniature(0)
+    answered = 0
+    for task in (world.task("train", index) for index in range(80)):
+        preference = task.preference
+        if task.kind == "knowledge" and not (preference.cost or preference.latency):
+            limited = replace(task, preference=replace(preference, usd=0.001))
+            attempt = vote(world.environment(limited, 0))
+            heard = [r for turn in attempt.turns for r in turn.results if not r.error]
+            assert bool(attempt.answer) == bool(heard)
+            answered += bool(heard) and len(heard) < len(attempt.turns)
+    assert answered
+
+
 def test_each_task_has_one_of_many_tables():
     assert skill_table(50, number=0) == skill_table(50) != skill_table(50, number=1)
     task = Miniature(0, None).task("held_out", 0)
