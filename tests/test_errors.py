@@ -128,7 +128,8 @@ sys.exit(main([]))
 
 def test_a_reader_that_has_gone_away_is_status_1_without_a_word():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", UNREAD], **pipes) as process:
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    with subprocess.Popen([sys.executable, "-c", UNREAD], env=buffered, **pipes) as process:
         process.stdout.close()
         process.stdin.close()
         assert (process.stderr.read(), process.wait()) == (b"", 1)

@@ -137,7 +137,7 @@ def test_what_a_limit_refuses_has_no_vote(open_miniature):
     """A refused expert is not asked: the answers that were paid for count."""
     world = open_miniature(0)
     answered = 0
-    for task in (world.task("train", index) for index in range(80)):
+    for task in (world.task("train", index) for index in range(400)):
         preference = task.preference
         if task.kind == "knowledge" and not (preference.cost or preference.latency):
             limited = replace(task, preference=replace(preference, usd=0.001))
