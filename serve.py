@@ -258,7 +258,7 @@ def local_rollout(
     rollout = load_rollout(
         model,
         limits,
-        sampling,
+        sampling | {"stop_repeats": True},
         running,
         options.quantise,
         chats=not (options.tools or options.index or options.mcp),

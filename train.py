@@ -174,6 +174,8 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             if run.checkpoint_or_stop(steps):
                 return False
 
+        if run.asked_to_stop():
+            return False
         # The held-out tasks before GRPO; then its optimizer, and its reference: the weights of now,
         # or with LoRA the base.
         publish(config, model, engine, dtype)

@@ -84,6 +84,7 @@ def load_config(name: str | Path | None, overrides: Mapping[str, Any] = {}) -> C
         sections = tomllib.loads(_find(name).read_text(encoding="utf-8")) if name else {}
         words = []
         for section, entries in sections.items():
+            require(isinstance(entries, dict), f"{section!r} is no section of settings of a run")
             for key, value in entries.items():
                 text = str(value).lower() if isinstance(value, bool) else value
                 words.append(f"--{section}.{key}={text}")

@@ -100,3 +100,10 @@ def test_a_wrong_file_is_named_in_one_line(tmp_path, text, says):
     (tmp_path / "bad.toml").write_text(text)
     with pytest.raises(UserError, match=re.escape(says)):
         load_config(tmp_path / "bad.toml")
+
+
+def test_the_config_of_an_evaluation_is_none_of_a_run(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text('worlds = ["miniature"]\n')
+    with pytest.raises(UserError, match="config.toml: 'worlds' is no section of settings of a run"):
+        load_config(file)

@@ -281,6 +281,8 @@ def test_a_run_that_is_stopped_has_a_report(make_training, monkeypatch, steps):
     assert not run.train()
     run.close(finished=False)
     assert (run.folder.path / "report.html").exists()
+    played = run.folder.path / "trajectories.jsonl"
+    assert (played.exists() and played.stat().st_size > 0) == (steps > 0)  # none before the stop
 
 
 def test_the_table_of_a_dry_run_says_that_its_figures_mean_nothing(make_training, capsys):

@@ -288,10 +288,12 @@ class Terminal:
         """Returns why an attempt has no answer, in words."""
         limits, preference = self.rollout.limits, task.preference
         if t.status == "token_limit":
-            context = len(t.ids) - t.turns[-1].context if t.turns else limits.context_tokens
-            if context < limits.context_tokens:
+            last = t.turns[-1] if t.turns else None
+            if last is None or len(t.ids) - last.context >= limits.context_tokens:
+                return "the context is full; /reset begins anew"
+            if last.end - last.start >= limits.turn_tokens:
                 return f"a turn was longer than {limits.turn_tokens} tokens"
-            return "the context is full; /reset begins anew"
+            return "the model says the same again and again"
         if t.status == "user_limit":
             usd, seconds = preference.usd, preference.seconds
             stated = [f"${usd:g}"] if usd is not None else []

@@ -4,7 +4,7 @@ function drawSummary(parent, worlds) {
   if (summary.partial) add(parent, "p", `Partial: ${summary.partial}`, "partial");
   const names = [...new Set(worlds.flatMap(([, policies]) => Object.keys(policies)))];
   const tasks = worlds.map(([world, policies]) => `${Math.max(...Object.values(policies).map(scores => scores.tasks))} tasks of ${world}`);
-  add(parent, "p", `${names.length} policies at the same held-out tasks: ${tasks.join(", ")}.`, "note");
+  add(parent, "p", `${names.length} ${names.length > 1 ? "policies at the same" : "policy at"} held-out tasks: ${tasks.join(", ")}.`, "note");
   section(parent, "Summary", titles.notes.summary);
   const mean = (name, key) => {
     const known = worlds.map(([, policies]) => policies[name]).filter(Boolean);

@@ -30,7 +30,9 @@ const section = (parent, title, note) => {
   add(parent, "h2", title);
   add(parent, "p", note, "note");
 };
-const label = name => titles.names[name] || name.split("/").slice(-2).join("/");
+const label = name => titles.names[name] || (name.includes("://")
+  ? name.replace(/https?:\/\/([^\/]*)(\/[^:]*)?/, "$1")  // MODEL@HOST, and what was changed
+  : name.split("/").slice(-2).join("/"));
 const explained = name => label(name) + (titles.routers[name] ? ` (${titles.routers[name]})` : "");
 const absent = value => value === null || value === undefined;
 const digits = (given, factor = 1) => {

@@ -80,7 +80,7 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self.asked, self.says = False, "stopping after this step"
+        self.asked, self.says = False, "stopping before the first step"
         self._before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) != signal.SIG_IGN:  # as a shell starts a job in background
