@@ -30,7 +30,11 @@ def parse(arguments: list[str], description: str | None = None) -> Namespace:
         metavar="RUN",
         help=f"a run to continue: its directory, or its name in runs/; may change {changes}",
     )
-    add("--dry-run", action="store_true", help="the run in small, on CPUs, in run.name-dry-run")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="the run in small, of two steps, on CPUs, in run.name-dry-run",
+    )
     add("--plan", action="store_true", help="print memory by part and time by phase; no training")
     add("--gpus", type=int, help="for --plan: how many GPUs (default: 1)")
     add("--gpu", choices=GPUS, help="for --plan (default: h100)")
