@@ -42,8 +42,9 @@ WITHOUT = {  # what is taken away -> its settings
     "muon": {"grpo.optimizer": "adamw"},
     "temperature": {"rollout.temperature": 1.0},
 }
+LEASHES = WITHOUT["kl"] | WITHOUT["min_entropy"] | WITHOUT["bounds"]  # what holds a policy back
 ALL = {name: value for settings in WITHOUT.values() for name, value in settings.items()}
-VARIANTS = {PRESET: {}, **WITHOUT, "all": ALL}
+VARIANTS = {PRESET: {}, **WITHOUT, "leashes": LEASHES, "all": ALL}
 
 Rewards = dict[tuple[str, int], list[float]]  # (variant, seed) -> of each held-out task
 
