@@ -139,8 +139,8 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer, wi
             config = load_config(path / "config.toml", settings or {})
         else:
             config = load_config(None, small | (settings or {}))
-        # It is asked once more, between evaluation and GRPO, if it begins before.
-        return Training(config, path, Ranks(), Stop(steps + (not resume)), resumed=resume)
+        # It looks twice more, before and after the held-out tasks, if it begins before GRPO.
+        return Training(config, path, Ranks(), Stop(steps + 2 * (not resume)), resumed=resume)
 
     return make
 

@@ -274,7 +274,7 @@ def test_a_run_without_a_warm_start_is_resumed_at_grpo(make_training, capsys):
     assert "cold at grpo step 0\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("steps", [-1, 0, 1])
 def test_a_run_that_is_stopped_has_a_report(make_training, monkeypatch, steps):
     monkeypatch.setattr("nanorchestra.training.run.write_report", write_report)
     run = make_training("stopped", steps=steps)
@@ -282,7 +282,9 @@ def test_a_run_that_is_stopped_has_a_report(make_training, monkeypatch, steps):
     run.close(finished=False)
     assert (run.folder.path / "report.html").exists()
     played = run.folder.path / "trajectories.jsonl"
-    assert (played.exists() and played.stat().st_size > 0) == (steps > 0)  # none before the stop
+    assert (played.exists() and played.stat().st_size > 0) == (
+        steps >= 0
+    )  # -1: before held-out tasks
 
 
 def test_the_table_of_a_dry_run_says_that_its_figures_mean_nothing(make_training, capsys):
