@@ -140,7 +140,7 @@ function drawChart(parent, title, { lines, bands, steps }, phase) {
 // One finger drawn over steps, or two fingers apart, show these steps larger in all charts of the phase; two taps show all.
 function zoomByTouch(chart, phase, first, last) {
   const fingers = new Map(), at = event => event.clientX - chart.over.getBoundingClientRect().left;
-  let begun = null, tapped = 0;
+  let begun = null, tapped = -Infinity;
   const show = (from, to) => {
     const room = Math.max(0, 1 - (to - from)) / 2, min = Math.max(first, from - room), max = Math.min(last, to + room);
     if (max > min) uPlot.sync(phase).plots.forEach(one => one.setScale("x", { min, max }));
@@ -174,7 +174,7 @@ function zoomByTouch(chart, phase, first, last) {
     if (event.type === "pointercancel") return;  // the page is scrolled
     if (width > 10) show(chart.posToVal(left, "x"), chart.posToVal(left + width, "x"));
     else if (event.timeStamp - tapped < 400) show(first, last);
-    tapped = width > 10 ? 0 : event.timeStamp;
+    tapped = width > 10 ? -Infinity : event.timeStamp;
   };
   for (const [kind, heard] of Object.entries({ pointerdown: down, pointermove: move, pointerup: up, pointercancel: up })) chart.over.addEventListener(kind, heard);
 }
