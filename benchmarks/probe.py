@@ -86,7 +86,8 @@ def probe(rollout: Rollout, seed: int, count: int, sandbox: Sandbox) -> dict[str
     tasks = held_out(Miniature(seed, sandbox), count)
     plain = attempts_at(tasks, rollout, seed, sandbox)
     results = {"reward": interval([attempt.reward for attempt in plain])}
-    results |= _reading(rollout, tasks, plain, "")
+    ids = [task.id for task in tasks]
+    results |= _reading(rollout, tasks, plain, "", ids)
 
     changes = {
         "aliases of training": held_out(Miniature(seed, sandbox, names=TRAIN), count),
@@ -97,8 +98,8 @@ def probe(rollout: Rollout, seed: int, count: int, sandbox: Sandbox) -> dict[str
     }
     for name, changed in changes.items():
         attempts = attempts_at(changed, rollout, seed, sandbox)
-        results |= _beside(name, attempts, plain)
-        results |= _reading(rollout, changed, attempts, f", {name}")
+        results |= _beside(name, attempts, plain, ids)
+        results |= _reading(rollout, changed, attempts, f", {name}", ids)
 
     cases = [pair for pair in zip(tasks, plain, strict=True) if pair[0].kind == "knowledge"]
     banned = [with_ban(task) for task, _ in cases]
@@ -194,9 +195,8 @@ def _wish_alone(task, split) -> Preference:
     return Preference(text, *PREFERENCES[name][1])
 
 
-def _beside(name, attempts, plain, groups=None) -> dict[str, Interval]:
-    """Returns the reward and its paired difference, over `groups` (by default: over tasks)."""
-    groups = groups or list(map(str, range(len(attempts))))
+def _beside(name, attempts, plain, groups) -> dict[str, Interval]:
+    """Returns the reward and its paired difference, with intervals over `groups`."""
     rewards = [attempt.reward for attempt in attempts]
     gains = [ours - base.reward for ours, base in zip(rewards, plain, strict=True)]
     return {
@@ -205,12 +205,11 @@ def _beside(name, attempts, plain, groups=None) -> dict[str, Interval]:
     }
 
 
-def _reading(rollout, tasks, attempts, suffix, groups=None) -> dict[str, Interval]:
+def _reading(rollout, tasks, attempts, suffix, groups) -> dict[str, Interval]:
     """Returns the shares of first calls to a tool on offer, and of wishes read right.
 
-    The intervals are over `groups` (by default: over tasks).
+    The intervals are over `groups`, one for each attempt.
     """
-    groups = groups or list(map(str, range(len(attempts))))
     on_offer, read = [], defaultdict(list)
     for task, attempt, group in zip(tasks, attempts, groups, strict=True):
         on_offer.append(float(first_call(attempt) in task.offers))

@@ -46,14 +46,15 @@ sys.exit(main([]))
 """
 
 
+def start(code, phase):
+    """A program that is told the phase in which it waits."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code, phase], **pipes)
+
+
 @pytest.mark.parametrize("phase", ["import", "run"])
 def test_an_interrupt_is_one_line_and_130_at_any_time(phase):
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, phase],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start(PROGRAM, phase)
     assert process.stdout.readline() == "ready\n"
     if phase == "run":
         process.stdout.readline()
@@ -92,12 +93,7 @@ sys.exit(main([]))
     "phase, says, status", [("atexit", "\nprog: interrupted\n", 130), ("teardown", "", 0)]
 )
 def test_an_interrupt_while_the_interpreter_ends_is_no_traceback(phase, says, status):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_END, phase],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start(SLOW_END, phase)
     assert process.stderr.readline() == "ready\n"
     os.kill(process.pid, signal.SIGINT)
     assert process.communicate(timeout=10) == ("done\n", says)

@@ -98,10 +98,9 @@ class Router:
 
     def _play(self, env: Environment, seed: int) -> Trajectory:
         with in_attempt(seed):
-            if env.task.world == MINIATURE and self.name == VOTE:
-                return vote(env, seed)
             if env.task.world == MINIATURE:
-                return use_until_sure(TOOL_ORDERS[self.name](env.task), env, seed)
+                use = vote if self.name == VOTE else use_until_sure
+                return use(TOOL_ORDERS[self.name](env.task), env, seed)
             if self.name in CONTROLS:
                 return CONTROLS[self.name](env, seed)
             return ask_until_two_agree(EXPERT_ORDERS[self.name](env.task), env, seed)
@@ -253,13 +252,13 @@ def use_until_sure(order: Sequence[Offer], env: Environment, seed: int = 0) -> T
     return attempt.finish()
 
 
-def vote(env: Environment, seed: int = 0) -> Trajectory:
-    """Returns an attempt that knows no skills.
+def vote(order: Sequence[Offer], env: Environment, seed: int = 0) -> Trajectory:
+    """Returns an attempt that uses the first two tools in order until one is sure.
 
-    It uses the first two tools of `unskilled` until one is sure. For users who mind neither cost
-    nor time, where no tool fits, all experts vote: an unsure answer counts UNSURE.
+    For users who mind neither cost nor time, where no tool fits, all experts vote: an unsure answer
+    counts UNSURE.
     """
-    preference, order = env.task.preference, unskilled(env.task)
+    preference = env.task.preference
     if preference.cost or preference.latency or not is_expert(order[0]):
         return use_until_sure(order[:2], env, seed)
     attempt, votes = RouterAttempt(env, seed), Counter()

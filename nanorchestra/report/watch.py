@@ -1,5 +1,6 @@
 """Writes the report of a run again and again while it goes on, and measures its memory."""
 
+import math
 import os
 import resource
 import subprocess
@@ -17,6 +18,7 @@ class Watch:
 
     def __init__(self, run: Run, every: float = 0.0) -> None:
         self.run, self.every = run, every
+        self._begun = -math.inf
         self._writer: subprocess.Popen | None = None
 
     def report(self) -> None:
@@ -25,13 +27,11 @@ class Watch:
         A process of the lowest priority writes it, one at a time: a thread would take seconds of
         Python from the rollouts. The first one has the run's priority, so that it is there soon.
         """
-        niceness = "19" if self._writer else "0"
-        if not self.every:
+        waited = time.monotonic() - self._begun
+        writing = self._writer and self._writer.poll() is None
+        if not self.every or waited < self.every or writing:
             return
-        if self._writer:  # not the first time
-            waited = time.monotonic() - self._begun
-            if waited < self.every or self._writer.poll() is None:
-                return
+        niceness = "19" if self._writer else "0"
         self._begun = time.monotonic()
         module = "nanorchestra.report.page"
         self._writer = subprocess.Popen(

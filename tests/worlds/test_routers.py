@@ -21,6 +21,7 @@ from worlds.routers import (
     by_table,
     expected_rewards,
     routers_of,
+    unskilled,
     use_until_sure,
     vote,
 )
@@ -124,7 +125,7 @@ def test_experts_vote_only_for_users_who_mind_neither_cost_nor_time(open_miniatu
     asked = {}
     for task in (world.task("train", index) for index in range(60)):
         if task.kind == "knowledge" and not task.preference.tools:
-            attempt = vote(world.environment(task, 0))
+            attempt = vote(unskilled(task), world.environment(task, 0))
             experts = sum(is_expert(offer) for offer in task.data["tools"])
             asked.setdefault(task.preference.name, []).append((len(attempt.turns), experts))
     assert len(asked) == 4
@@ -141,7 +142,7 @@ def test_what_a_limit_refuses_has_no_vote(open_miniature):
         preference = task.preference
         if task.kind == "knowledge" and not (preference.cost or preference.latency):
             limited = replace(task, preference=replace(preference, usd=0.001))
-            attempt = vote(world.environment(limited, 0))
+            attempt = vote(unskilled(limited), world.environment(limited, 0))
             heard = [r for turn in attempt.turns for r in turn.results if not r.error]
             assert bool(attempt.answer) == bool(heard)
             answered += bool(heard) and len(heard) < len(attempt.turns)
