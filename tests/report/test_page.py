@@ -99,6 +99,18 @@ def test_another_run_is_laid_over_the_curves_and_stays_when_the_page_reloads(run
     page.wait_for_selector("strong >> text=config.toml has no rows of metrics")
 
 
+def test_a_model_of_a_server_keeps_its_name_and_a_directory_its_end(run, opened):
+    record(run, "whole")
+    report(run)
+    page = opened(run.path, 390)
+    for name, label in (
+        ("m@http://127.0.0.1:80/v1", "m@127.0.0.1:80"),
+        ("other@https://api.example.com/v1:turns=3", "other@api.example.com:turns=3"),
+        ("runs/longer/model", "longer/model"),
+    ):
+        assert page.evaluate(f"label({name!r})") == label
+
+
 def test_fingers_show_some_steps_larger_and_two_taps_all_again(run, opened):
     """In all charts of the phase, as the mouse does; a page cannot be scrolled sideways by it."""
     record(run, "whole")
