@@ -42,7 +42,6 @@ from nanorchestra.serving.grammars import Grammars
 from nanorchestra.serving.orchestrate import MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import (
     KEEP_ALIVE,
-    NOTHING_YET,
     OPENAPI,
     Choice,
     as_choices,
@@ -51,6 +50,7 @@ from nanorchestra.serving.protocol import (
     dumps,
     form_of,
     merge,
+    nothing_yet,
     read_body,
     usage,
 )
@@ -97,7 +97,7 @@ class ChunkWriter:
         """Yields one answer of all chunks."""
         head, choices = dict(self.head), {}
         async for chunk in chunks:
-            for choice in chunk.pop("choices"):
+            for choice in chunk["choices"]:
                 merge(choices, {choice["index"]: choice})
             head |= chunk
         for choice in choices.values():
@@ -111,7 +111,7 @@ class ChunkWriter:
         """Yields the chunks as server-sent events."""
         begin = dumps(self.head)[:-1]
         async for chunk in chunks:
-            if chunk == NOTHING_YET:
+            if chunk == nothing_yet():
                 yield KEEP_ALIVE
             elif self.has_usage or "usage" not in chunk:
                 yield b"data: %b,%b\n\n" % (begin, dumps(chunk)[1:])

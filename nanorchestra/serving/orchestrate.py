@@ -25,10 +25,10 @@ from nanorchestra.records import (
 from nanorchestra.schemas import Json, argument_error, check
 from nanorchestra.serving.protocol import (
     KEEP_S,
-    NOTHING_YET,
     OPENAPI,
     SAMPLING,
     dumps,
+    nothing_yet,
     reasoning_tokens,
     usage,
 )
@@ -194,11 +194,11 @@ class ServedAttempt:
                 self.task.cancel()
 
     async def _next(self) -> Json | None:
-        """Returns the next chunk, None at the end of an answer; NOTHING_YET after KEEP_S."""
+        """Returns the next chunk, None at the end of an answer; an empty one after KEEP_S."""
         try:
             return await asyncio.wait_for(self.chunks.get(), KEEP_S)
         except TimeoutError:
-            return NOTHING_YET
+            return nothing_yet()
 
     def _wait(self):
         """Makes the attempt one that a later body finds; the oldest ends if too many wait."""

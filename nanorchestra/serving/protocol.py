@@ -24,8 +24,7 @@ OPENAPI = read_json(Path(__file__).with_name("openapi.json"))
 COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 LEAST = -9999.0  # stands for minus infinity, which is no JSON
 SILENT = {"enable_thinking": False}
-KEEP_S = 5.0  # without a chunk, after which NOTHING_YET is one
-NOTHING_YET = {"choices": []}
+KEEP_S = 5.0  # without a chunk, after which `nothing_yet` is one
 KEEP_ALIVE = b": still at work\n\n"  # a comment in a stream, which clients ignore
 VALUES = 20_000  # JSON values in a body, beside prompts: checking one takes up to 50 us
 SAMPLING = ("temperature", "top_p", "top_k", "ignore_eos")
@@ -271,6 +270,11 @@ def merge(whole: Json, chunk: Json) -> None:
             merge(old, value)
         else:
             whole[key] = old + value if old and isinstance(value, str | list) else value
+
+
+def nothing_yet() -> Json:
+    """Returns a chunk without news: a stream writes a comment for it."""
+    return {"choices": []}
 
 
 def usage(prompt: int, sampled: int, cached: int = 0, reasoning: int = 0) -> Json:

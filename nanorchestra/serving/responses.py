@@ -14,12 +14,12 @@ from nanorchestra.schemas import Json
 from nanorchestra.serving.protocol import (
     KEEP_ALIVE,
     KEEP_S,
-    NOTHING_YET,
     SILENT,
     checked,
     completed,
     dumps,
     merge,
+    nothing_yet,
     parsed,
 )
 
@@ -206,7 +206,7 @@ class ResponseWriter:
         sent = time.monotonic()
         async for chunk in chunks:
             part = b"".join(map(named, self.feed(chunk)))
-            if part or chunk == NOTHING_YET or time.monotonic() - sent > KEEP_S:
+            if part or chunk == nothing_yet() or time.monotonic() - sent > KEEP_S:
                 yield part or KEEP_ALIVE
                 sent = time.monotonic()
 
