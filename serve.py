@@ -28,9 +28,10 @@ if __name__ == "__main__":
 import argparse
 import gc
 import io
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,15 +41,18 @@ from nanorchestra import SamplingParams
 from nanorchestra.agent.load import NANO, fetch_model, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError, command, require
+from nanorchestra.files import append_line
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.hub import Source, local_model
 from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.serving.options import parse
 from nanorchestra.tools.models import SERVED, TIMEOUT_S
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
+from nanorchestra.training.trajectories import to_row
 from worlds.load import knows_only_miniature
 from worlds.policies import Policy, checkpoint_settings
 from worlds.policies import parse as parse_policy
@@ -155,6 +159,17 @@ def sampling_in_words(sampling: dict[str, float]) -> str:
     return "temperature {temperature:g}, top-p {top_p:g}, top-k {top_k:g}".format(**sampling)
 
 
+def recorder(trace: Path | None) -> Callable[[Task, Trajectory], None] | None:
+    """Returns what adds an attempt to the file of --trace, as the terminal does; None without."""
+    if trace is None:
+        return None
+
+    def record(task: Task, trajectory: Trajectory) -> None:
+        append_line(trace, json.dumps(to_row(task, trajectory)))
+
+    return record
+
+
 def serve_openai(
     options: argparse.Namespace,
     name: str,
@@ -190,6 +205,7 @@ def serve_openai(
             more,
             about=world.facts(),
             needs_tools=world.alone,
+            record=recorder(options.trace),
         )
         serve_http(server, options.port)
     finally:
@@ -208,13 +224,18 @@ def mcp_tool(
 
 
 def serve_mcp(
-    pipes: Any, name: str, rollout: Rollout, world: OpenQuestions, sampling: dict[str, float]
+    options: argparse.Namespace,
+    pipes: Any,
+    name: str,
+    rollout: Rollout,
+    world: OpenQuestions,
+    sampling: dict[str, float],
 ) -> None:
     """Serves a client of MCP on its pipes until it closes them."""
     from nanorchestra.serving.mcp import serve_pipes
     from nanorchestra.serving.service import Service
 
-    service = Service(rollout.engine)
+    service = Service(rollout.engine, recorder(options.trace))
     serve_pipes(mcp_tool(service, name, rollout, world, sampling), service, pipes)
 
 
@@ -310,7 +331,7 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         stream = io.StringIO() if options.json else sys.stdout
         if pipes:
             print(f"{about}; {world.title}; MCP on stdin and stdout", file=sys.stderr)
-            serve_mcp(pipes, title, rollout, world, sampling)
+            serve_mcp(options, pipes, title, rollout, world, sampling)
             return 0
         terminal = Terminal(
             rollout, world, about, options.seed, stream, options.trace, options.json

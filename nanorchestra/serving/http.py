@@ -55,7 +55,7 @@ from nanorchestra.serving.protocol import (
     usage,
 )
 from nanorchestra.serving.responses import ResponseWriter, read_request
-from nanorchestra.serving.service import Service
+from nanorchestra.serving.service import Record, Service
 from nanorchestra.tools.models import SERVED
 
 PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -151,7 +151,7 @@ class Server(uvicorn.Server):
     listens. key: "" to serve every client. more(server, read): one more route, whose bodies
     `read` reads, and the lifespan that it needs. about: what the page says of NAME+tools, as
     `OpenQuestions.facts` returns it. needs_tools: the model knows only tasks with tools, so that a
-    chat of NAME without any is refused.
+    chat of NAME without any is refused. record: is called with each attempt that has ended.
     """
 
     def __init__(
@@ -165,6 +165,7 @@ class Server(uvicorn.Server):
         more: Callable[..., tuple[Route, Any]] | None = None,
         about: Json | None = None,
         needs_tools: bool = False,
+        record: Record | None = None,
     ):
         self.rollout, self.make_environment = rollout, make_environment
         self.needs_tools = needs_tools
@@ -175,7 +176,7 @@ class Server(uvicorn.Server):
             self.limits = rollout.engine.limits
         self.defaults = defaults | {"max_tokens": self.limits.context}
         self.host, self.key = host, key
-        self.service, self.alone = Service(rollout.engine), name
+        self.service, self.alone = Service(rollout.engine, record), name
         self.models = [] if rollout.engine is None else [name]
         if rollout.tokenizer.markers:
             self.models.append(name + SERVED)

@@ -45,6 +45,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     require(options.ask is None or options.ask.strip(), "--ask: the question is empty")
     if options.mcp:
-        others = options.ask or options.json or options.trace or options.replay
-        require(not others, "--mcp: leave out --ask, --json, --trace and --replay")
+        others = options.ask or options.json or options.replay
+        require(not others, "--mcp: leave out --ask, --json and --replay")
     return options

@@ -135,7 +135,11 @@ class ServedAttempt:
         try:
             async with asyncio.timeout(REQUEST_S) as self.limit:
                 return await self.attempt.run()
+        except asyncio.CancelledError:  # the client has left, or the time is over
+            self.attempt.trajectory.status = "stopped"
+            raise
         finally:
+            self.service.record(self.attempt.env.task, self.attempt.trajectory)
             for name in self.asked:
                 self.service.waiting.pop(name, None)
 

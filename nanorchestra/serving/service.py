@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -18,7 +18,10 @@ from starlette.exceptions import HTTPException
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import Request
 from nanorchestra.errors import NotFiniteError, UserError, require
+from nanorchestra.records import Task, Trajectory
 
+# What keeps an attempt that has ended.
+Record = Callable[[Task, Trajectory], None]
 CHUNKS = 256  # a second, of all streams together: beyond that a chunk holds several tokens,
 PACE_S = 0.25  # those of this time at most
 REQUESTS = 512  # that may be open at a time
@@ -36,11 +39,13 @@ class Reader(asyncio.Event):
 class Service:
     """Runs an engine. `live` has the reader of each request that has not finished.
 
-    Without an engine attempts ask an endpoint: `remote` are those that have not ended.
+    Without an engine attempts ask an endpoint: `remote` are those that have not ended. `record` is
+    called with each attempt that has ended, one that was stopped too.
     """
 
-    def __init__(self, engine: Engine | None):
+    def __init__(self, engine: Engine | None, record: Record | None = None):
         self.engine, self.due = engine, 0.0  # `due`: when a reader wants to know of a step
+        self._record = record
         self.aborted = 500, "the engine failed"  # the status and the reason of an abort
         self.live: dict[Request, Reader] = {}
         self.remote: set[asyncio.Future] = set()
@@ -94,6 +99,14 @@ class Service:
         """Counts an attempt that asks an endpoint as an open request until it ends."""
         self.remote.add(attempt)
         attempt.add_done_callback(self.remote.discard)
+
+    def record(self, task: Task, trajectory: Trajectory) -> None:
+        """Records an attempt, if there is a place for it. A failure of that ends no answer."""
+        try:
+            if self._record is not None:
+                self._record(task, trajectory)
+        except UserError as error:
+            logging.error("an attempt is not recorded: %s", error)
 
     def end(self) -> None:
         """Ends what still runs."""

@@ -48,7 +48,7 @@ def slow_step(self):
     time.sleep(0.03 * os.path.exists(sys.argv[1]))
     return step(self)
 MiniatureQuestions.open, Attempt.run, service.Service._step = noisy_open, told_run, slow_step
-sys.exit(serve.main(["--mcp"]))
+sys.exit(serve.main(["--mcp", *sys.argv[2:]]))
 """
 ORDER = "what is the age of the customer of order 512?"
 LAW = "in hard law trial 372, what is the code?"
@@ -92,10 +92,10 @@ def pipes(tmp_path_factory):
     """A client of serve.py --mcp with nano."""
     folder = tmp_path_factory.mktemp("mcp")
     slow, wire, errors = folder / "slow", folder / "wire", folder / "errors"
-    command = '"$0" -c "$1" "$2" | tee "$3"'
+    command = '"$0" -c "$1" "$2" --trace "$4" | tee "$3"'
     server = StdioServerParameters(
         command="bash",
-        args=["-c", command, sys.executable, SERVE, str(slow), str(wire)],
+        args=["-c", command, sys.executable, SERVE, *map(str, (slow, wire, folder / "trace"))],
         env={"OMP_NUM_THREADS": "1"},
         cwd=ROOT,
     )
@@ -148,6 +148,8 @@ def test_a_question_is_answered_with_progress_and_nothing_else_is_on_stdout(pipe
     assert report["answer"] == "19" and report["status"] == "answered"
     assert report["calls"] == {"tool-da-lo": 2} and report["cost_usd"] > 0.0006
     assert report["latency_s"] > 5
+    *_, row = map(json.loads, pipes.slow.with_name("trace").read_text().splitlines())
+    assert row["answer"] == "19" and row["task"]["question"] == ORDER
     assert [progress for progress, _ in told] == [*range(1, len(told) + 1)]
     messages = [message for _, message in told]
     assert messages[0].startswith("thinks: ") and messages[-1].startswith("thinks: ")
@@ -348,7 +350,7 @@ def test_the_address_asks_for_the_key_and_takes_small_json_alone(start):
 
 def test_what_is_wrong_at_the_start_is_one_line(monkeypatch, capsys):
     assert serve.main(["--mcp", "--ask", "a"]) == 2
-    assert "leave out --ask, --json, --trace and --replay" in capsys.readouterr().err
+    assert "leave out --ask, --json and --replay" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "mcp", None)
     monkeypatch.delitem(sys.modules, "nanorchestra.serving.mcp")
     assert serve.main(["--mcp"]) == 2

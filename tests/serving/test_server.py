@@ -24,6 +24,7 @@ from fuzz_bodies import bodies
 from running_server import ABOUT, Running, wait
 from scripted import EchoTool
 
+import serve
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.engine.sequence import Request
@@ -397,6 +398,31 @@ def test_a_loop_that_is_left_or_fails_ends(start, monkeypatch):
     assert (answer.status_code, answer.json()["error"]["message"]) == (502, "down")
 
 
+def test_attempts_are_rows_of_a_trace(start, tmp_path):
+    """One that was answered, one whose client left; a place that cannot be written ends nothing."""
+    entered, release = threading.Event(), threading.Event()
+
+    class Slow(EchoTool):
+        def call(self, arguments):
+            entered.set()
+            release.wait(30)
+            return ToolResult("hi")
+
+    trace = tmp_path / "trace.jsonl"
+    server = start(Slow(blocking=True), record=serve.recorder(trace))
+    body = chat_body("!ask") | {"model": "nano+tools"}
+    with suppress(httpx.ReadTimeout):
+        httpx.post(server.base + CHAT, json=body, timeout=0.5)
+    wait(trace.exists)
+    release.set()
+    assert httpx.post(server.base + CHAT, json=body).status_code == 200
+    stopped, answered = map(json.loads, trace.read_text().splitlines())
+    assert (stopped["status"], stopped["answer"]) == ("stopped", "")
+    assert (answered["status"], answered["calls"]) == ("answered", {"echo": 1})
+    nowhere = start(record=serve.recorder(tmp_path))
+    assert httpx.post(nowhere.base + CHAT, json=body).status_code == 200
+
+
 @pytest.mark.parametrize("drain_s, tokens", [(60, 300), (0.2, 2000)])
 def test_an_ending_server_lets_streams_finish_until_its_deadline(
     start, drain_s, tokens, monkeypatch
@@ -421,8 +447,9 @@ def test_an_ending_server_lets_streams_finish_until_its_deadline(
 
 
 @pytest.mark.slow
-def test_sigterm_ends_the_command_with_status_0():
-    command = [sys.executable, "serve.py", "--http", "--port", "0"]
+def test_sigterm_ends_the_command_with_status_0(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    command = [sys.executable, "serve.py", "--http", "--port", "0", "--trace", str(trace)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     place = process.stdout.readline().split(" at ")[1].split("/v1")[0]
@@ -434,6 +461,7 @@ def test_sigterm_ends_the_command_with_status_0():
         process.send_signal(signal.SIGTERM)
         assert events(answer)
     assert process.wait(30) == 0
+    assert len(trace.read_text().splitlines()) == 1
 
 
 class BrokenError(Exception):
