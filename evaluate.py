@@ -40,7 +40,7 @@ from nanorchestra.agent.attempts import Player, play
 from nanorchestra.agent.world import World
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError, command, require
-from nanorchestra.files import read_json_lines, read_text, refuse_links, write_whole
+from nanorchestra.files import read_json_lines, read_text, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.comparison import recorded_attempts, write_comparison
 from nanorchestra.report.run import Run, aligned, label, table
@@ -287,7 +287,6 @@ def open_run(options: Namespace, policies: list[Policy]) -> Run:
         Run.create(path, text)
     other = f"{path}: holds another evaluation (its config.toml differs); give another --run"
     require(read_text(path / "config.toml") == text, other)
-    refuse_links(path)
     return Run(path)
 
 

@@ -161,17 +161,10 @@ def is_file_name(text: object) -> bool:
     return isinstance(text, str) and text not in ("", ".", "..") and not set(text) & {"/", "\0"}
 
 
-def append_line(path: str | Path, line: str, follow: bool = True) -> None:
-    """Adds a line to a file. UserError if the place cannot be written, or is a link not to follow.
-
-    follow: whether a symbolic link at `path` is followed.
-    """
-
-    def opened(name, flags):
-        return os.open(name, flags | (0 if follow else os.O_NOFOLLOW), 0o666)
-
+def append_line(path: str | Path, line: str) -> None:
+    """Adds a line to a file. UserError if the place cannot be written."""
     try:
-        with open(path, "a", encoding="utf-8", opener=opened) as file:
+        with open(path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
@@ -180,14 +173,12 @@ def append_line(path: str | Path, line: str, follow: bool = True) -> None:
 def write_whole(path: str | Path, data: bytes | str) -> None:
     """Replaces the file `path` by `data`; a reader sees the old file or the new one, never a part.
 
-    The data is written aside, synced and renamed, so a link at `path` is replaced and not followed.
-    UserError if the place cannot be written.
+    The data is written aside, synced and renamed. UserError if the place cannot be written.
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.unlink(missing_ok=True)  # of a killed process, or a link that was put there
-        with open(aside, "xb") as file:
+        with open(aside, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
         sync(aside)
         os.replace(aside, path)
@@ -230,54 +221,27 @@ def write_new(path: str | Path, data: str) -> bool:
 def replace_directory(path: str | Path) -> Iterator[Path]:
     """Yields a new directory, which takes the place of `path` if the block ends without an error.
 
-    A reader sees the old directory or the new one, whole. A link at `path` is itself replaced; what
-    it leads to stays as it is. UserError if the place cannot be written.
+    A reader sees the old directory or the new one, whole. UserError if the place cannot be written.
     """
-    path = Path(path)
-    named = path.name not in ("", "..")
-    path = path.parent.resolve() / path.name if named else path.resolve()
+    path = Path(path).resolve()
     aside, previous = (path.with_name(f".{path.name}.{part}") for part in ("partial", "previous"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in (aside, previous):  # of a process that was killed
-            _remove(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir()
         yield aside
         for entry in (*aside.iterdir(), aside):
             sync(entry)
-        if os.path.lexists(path):
+        if path.exists():
             path.rename(previous)
         aside.rename(path)
         sync(path.parent)
-        _remove(previous)
+        shutil.rmtree(previous, ignore_errors=True)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _remove(path) -> None:
-    """Removes a directory with all that is in it, or a link and not what it leads to."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def refuse_links(directory: str | Path) -> None:
-    """UserError, which names it, if a symbolic link stands anywhere inside a directory.
-
-    The directory itself may be a link. What writes in a directory of unknown origin calls this
-    first: through a link it would write elsewhere.
-    """
-    for folder, inner, files in os.walk(directory):
-        for name in sorted((*inner, *files)):
-            path = Path(folder, name)
-            require(
-                not path.is_symlink(),
-                f"{path}: a symbolic link, through which the command would write outside "
-                f"{directory}; put a file or directory in its place",
-            )
 
 
 def sync(path: str | Path) -> None:

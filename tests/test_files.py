@@ -47,15 +47,13 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
         write_whole(tmp_path / "missing" / "a.json", "new")
 
 
-def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    (victim / "kept").write_text("kept")
-    for name in ("model", ".model.partial", ".model.previous"):
-        (tmp_path / name).symlink_to(victim)
-    with replace_directory(tmp_path / "model") as new:
-        (new / "file").write_text("new")
-    write_whole(tmp_path / "model" / "file", "newer")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "victim"]
-    assert not (tmp_path / "model").is_symlink()
-    assert (victim / "kept").read_text() == "kept" and len(list(victim.iterdir())) == 1
+def test_a_directory_is_replaced_whole_or_not_at_all(tmp_path):
+    for leftover in (".model.partial", ".model.previous"):  # of a process that was killed
+        (tmp_path / leftover).mkdir()
+    for text in ("old", "new"):
+        with replace_directory(tmp_path / "model") as new:
+            (new / text).write_text(text)
+    with pytest.raises(KeyboardInterrupt), replace_directory(tmp_path / "model"):
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["new"]

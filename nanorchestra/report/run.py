@@ -17,14 +17,7 @@ import tomli_w
 
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import (
-    append_line,
-    read_json,
-    read_object,
-    refuse_links,
-    sync,
-    write_whole,
-)
+from nanorchestra.files import append_line, read_json, read_object, sync, write_whole
 from nanorchestra.schemas import Json
 
 LOGS = ("metrics", "trajectories")
@@ -69,11 +62,7 @@ class Run:
         return cls(path)
 
     def lock(self) -> None:
-        """Make this process the run's only writer until it ends. UserError if another one is.
-
-        UserError too for a link in the run: somebody else may have made it, to be written through.
-        """
-        refuse_links(self.path)
+        """Make this process the run's only writer until it ends. UserError if another one is."""
         self._lock = (self.path / ".lock").open("ab")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,7 +79,7 @@ class Run:
 
         UserError if the disk takes no more.
         """
-        append_line(self._log(name), _dumps(row), follow=False)
+        append_line(self._log(name), _dumps(row))
 
     def rows(self, name: str, last_bytes: int | None = None) -> Iterator[Json]:
         """Yield the rows of a log, or those that lie wholly in its last bytes.
@@ -133,9 +122,7 @@ class Run:
                 "the whole file again, or remove it to go on without its rows",
             )
         for log in logs:
-            descriptor = os.open(log, os.O_WRONLY | os.O_NOFOLLOW)
-            os.ftruncate(descriptor, offsets.get(log.stem, 0))
-            os.close(descriptor)
+            os.truncate(log, offsets.get(log.stem, 0))
 
     def write_json(self, name: str, value: Json) -> None:
         """Replace the file `name` in the run by `value` as JSON, as `append` writes it."""

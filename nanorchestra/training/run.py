@@ -20,7 +20,7 @@ from tqdm import tqdm
 from nanorchestra.config import DRAFT, Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_text, refuse_links, write_whole
+from nanorchestra.files import read_text, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.page import write_report
 from nanorchestra.report.run import Run, held_out_scores, table, to_toml
@@ -91,14 +91,12 @@ class TrainingRun:
         if ranks.first:
             if not self.resumed:
                 if dry_run and (path / "config.toml").exists():
-                    self.folder.lock()  # UserError if it is under way, or a link
+                    self.folder.lock()  # UserError if it is under way
                     self.folder.unlock()
                     shutil.rmtree(path)
                 Run.create(path, to_toml(config))
             self.folder.lock()
         ranks.barrier()  # the others find the directory made
-        if not ranks.first and self.resumed:
-            refuse_links(path)  # a node may have a directory of its own
         self._unused = not self.resumed  # nothing is in the directory yet
         self._started = time.monotonic()
         self._bar: tqdm | None = None

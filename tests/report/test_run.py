@@ -112,22 +112,3 @@ def test_the_table_is_aligned_has_units_and_fits_eighty_columns():
     assert re.match(r"before GRPO +0\.000 +0\.0 +250 +-$", lines[1])
     assert re.match(r"after GRPO +0\.500 ±0\.100 +78\.3 +2\.10 +2\.1$", lines[2])
     assert lines[3].startswith("...") and "/path  " in lines[3] and held_out_scores({}) == {}
-
-
-@pytest.mark.parametrize(
-    "name", ["trajectories.jsonl", ".lock", "model", "checkpoints/1-grpo-000004/notes.json"]
-)
-def test_a_link_in_a_run_is_named_and_nothing_is_written_through_it(run, tmp_path, name):
-    victim = tmp_path / "victim"
-    victim.write_text("precious\n")
-    link = run.path / name
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(victim)
-    with pytest.raises(UserError, match=f"{name}: a symbolic link"):
-        Run.open(run.path).lock()
-    if name == "trajectories.jsonl":
-        with pytest.raises(UserError, match="cannot be written"):
-            run.append("trajectories", {"step": 1})
-        with pytest.raises(OSError):
-            run.truncate({})
-    assert victim.read_text() == "precious\n"
