@@ -35,11 +35,7 @@ def build(name: str, seed: int) -> tuple[Domain, Words]:
     Raises UserError for a file of which no domain can be made.
     """
     blueprint = load_blueprint(name)
-    return make(blueprint, random.Random(f"world/{blueprint['domain']}/{seed}"), name)
-
-
-def make(blueprint: Json, rng: random.Random, where: str) -> tuple[Domain, Words]:
-    """Returns the domain of a blueprint, as `rng` draws it. UserError that begins with `where`."""
+    rng = random.Random(f"world/{blueprint['domain']}/{seed}")
     try:
         words = draw_words(blueprint, rng)
         draws = ColumnDraws(PHRASES["names"], words.today, rng, {})
@@ -51,7 +47,7 @@ def make(blueprint: Json, rng: random.Random, where: str) -> tuple[Domain, Words
         _compile(words.data)
     except (*FAULTS, ToolError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"{where}: no domain can be made ({problem})") from None
+        raise UserError(f"{name}: no domain can be made ({problem})") from None
     return Domain(blueprint["domain"], draws.tables, tools, _policy(words, tools)), words
 
 

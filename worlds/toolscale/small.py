@@ -15,9 +15,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from worlds.toolscale import drawn
 from worlds.toolscale.act import UnfitError
-from worlds.toolscale.blueprint import BUILT_IN, build, load_blueprint
+from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.dataset import DomainWorld
 from worlds.toolscale.domain import Domain
 from worlds.toolscale.planner import Planner
@@ -32,11 +31,9 @@ TASKS = 20_000  # of a split
 SENTENCES = 4  # of each list of a domain's file
 # Golden calls of a task; characters of its policy and tools, and of what its calls return.
 MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1300, 600
-DRAWS = 12  # of tasks from one drawn domain, until it is drawn again
 MOST_DRAWS = 60  # of a task with a condition
-MOST_OTHERS = 3  # tools that a drawn task has beside those that it may need
-# Worlds: domains as they are, drawn anew for each task, and as they are with more conditions.
-SMALL = AS_THEY_ARE, DRAWN, CONDITIONS = "domains", "domains-drawn", "domains-conditions"
+# Worlds: domains as they are, and with more conditions.
+SMALL = AS_THEY_ARE, CONDITIONS = "domains", "domains-conditions"
 DECIDES, CONDITIONAL = ("if", "rule"), 2 / 3  # what a look-up decides, and its share
 MIND, MINDED = ("mind",), 0.08  # the share of users who have thought better of it
 SAYS_LOOK = "I look first."
@@ -56,13 +53,13 @@ LOOK = "Look up what a wish is about before you do it or refuse it."
 class SmallTasks(Sequence):
     """The tasks of a split. A task is a function of its number, and drawn when it is asked for.
 
-    `name`, which each task's id begins with, seeds the draws. `domains` take turns: names, and
-    parts of a domain, or none if the domain is drawn anew for each task. With `conditions` two of
-    three tasks have a fact or a rule that has to be looked up, and the teacher says what it reads.
+    `name`, which each task's id begins with, seeds the draws. `domains` take turns. With
+    `conditions` two of three tasks have a fact or a rule that has to be looked up, and the teacher
+    says what it reads.
     """
 
     name: str
-    domains: Sequence[tuple[str, tuple[Domain, Words] | None]]
+    domains: Sequence[tuple[Domain, Words]]
     conditions: bool = False
 
     def __len__(self) -> int:
@@ -70,7 +67,7 @@ class SmallTasks(Sequence):
 
     def __getitem__(self, number: int) -> Json:
         place, which = divmod(number, len(self.domains))
-        kind, parts = self.domains[which]
+        world, words = self.domains[which]
         level, twists = LEVELS[place % len(LEVELS)], ()
         if self.conditions:
             place = random.Random(f"{self.name}/{number}").random()
@@ -80,22 +77,17 @@ class SmallTasks(Sequence):
         for draw in itertools.count():
             if draw == MOST_DRAWS:  # its conditions need more look-ups than fit
                 level, twists = 1, ()
-            name = f"{self.name}-{kind}-{number}-{draw}"
-            world, words = parts or drawn.draw(f"{kind}/{self.name}-{number}-{draw // DRAWS}")
-            inner, rng = getattr(world, "inner", world), random.Random(name)
-            planner = Planner(inner, words, rng)
+            name = f"{self.name}-{world.name}-{number}-{draw}"
+            planner = Planner(world, words, random.Random(name))
             if twists:
                 shares = planner.twists
                 planner.twists = {twist: shares[twist] for twist in twists if twist in shares}
-            others = 1 if parts else rng.randint(1, MOST_OTHERS)
             try:
-                task = _small(planner, level, name, others)
+                task = _small(planner, level, name)
             except UnfitError:
                 continue
             if not self.conditions:
                 del task["thoughts"]
-            if parts is None:
-                task = world.task(task)
             if _fits(world, task) and not verify(world, task):
                 return task
 
@@ -108,31 +100,22 @@ def small_world(
 ) -> DomainWorld:
     """Returns the tasks of built-in domains, TASKS in each split. UserError for an unknown one.
 
-    chosen: their names; without them the seed chooses three. A `name` that begins with DRAWN has
-    domains that are drawn anew for each task, one that begins with CONDITIONS has the domains as
-    they are; in both, two of three tasks have a condition. `spoiled` is the share of demonstrations
-    that do one thing wrong.
+    chosen: their names; without them the seed chooses three. With a `name` that begins with
+    CONDITIONS two of three tasks have a condition. `spoiled` is the share of demonstrations that do
+    one thing wrong.
     """
-    kind = name.partition(":")[0]
     chosen = chosen or random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
     built = []
     for domain_name in chosen:
-        if kind == DRAWN:
-            if domain_name != drawn.INVENTED:
-                load_blueprint(domain_name)
-            built.append((domain_name, None))
-            continue
         domain, words = build(domain_name, seed)
         words = copy.deepcopy(words)  # `build` keeps what it returns
         _shorten(words.data["wishes"])
-        built.append((domain.name, (domain, words)))
-    conditions = kind in (DRAWN, CONDITIONS)
+        built.append((domain, words))
+    conditions = name.partition(":")[0] == CONDITIONS
     splits = {
         split: SmallTasks(f"{seed}-{split}", built, conditions) for split in ("train", "held_out")
     }
-    domains = {parts[0].name: parts[0] for _, parts in built if parts}
-    if kind == DRAWN:
-        domains = drawn.DrawnDomains()
+    domains = {domain.name: domain for domain, _ in built}
     return DomainWorld(splits, domains, seed, name, skill=1.0 - spoiled)
 
 
@@ -146,7 +129,7 @@ def _shorten(wishes) -> None:
                 _shorten(part)
 
 
-def _small(planner, level, name, others) -> Json:
+def _small(planner, level, name) -> Json:
     """A task with fewer tools, a policy of its own, and a user who says at once who they are."""
     rng, world, words = planner.rng, planner.domain, planner.words
     act = planner.generate(level, rng.randrange(len(planner.kinds)), known=True)
@@ -158,8 +141,7 @@ def _small(planner, level, name, others) -> Json:
         criteria = criteria | {"actions": _needed(world, task)}
     offered = {parse_call(call)[0] for kind in kinds for call in wishes[kind].get("do", ())}
     offered |= {action["name"] for action in criteria["actions"]}
-    spare = [name for name in task["tools"] if name not in offered]
-    offered |= {*rng.sample(spare, min(others, len(spare)))}
+    offered.add(rng.choice([name for name in task["tools"] if name not in offered]))
     tools = [name for name in task["tools"] if name in offered]
     kept = [rule for rule in task["rules"] if rule["check"] == "never"]
     instructions = task["user_scenario"]["instructions"]
@@ -202,10 +184,7 @@ def _kind(world, criteria, twists) -> str:
 
 
 def _thoughts(world, criteria, act) -> list[str]:
-    """What the teacher thinks first, and when it has looked up what decides.
-
-    A name of a field stands in <>.
-    """
+    """What the teacher thinks first, and when it has looked up what decides."""
     if not act.twists:
         return ["", ""]
     read = [_read(test, scope) for test, scope in act.tests]
@@ -218,7 +197,7 @@ def _thoughts(world, criteria, act) -> list[str]:
 
 
 def _read(test, scope) -> str:
-    """A test as it is read: "<credits> 15 >= 9: yes."; "" if it is more than one comparison."""
+    """A test as it is read: "credits 15 >= 9: yes."; "" if it is more than one comparison."""
     node = parse(test).value
     if not isinstance(node, ast.Compare):
         return ""
@@ -229,7 +208,7 @@ def _read(test, scope) -> str:
         named = []
         for path in paths:
             value = evaluate(ast.unparse(path), scope)
-            named.append(f"<{path.attr}>" if isinstance(value, list) else f"<{path.attr}> {value}")
+            named.append(path.attr if isinstance(value, list) else f"{path.attr} {value}")
     except (LookupError, TypeError):
         return ""
     if not isinstance(node.left, ast.Attribute):
