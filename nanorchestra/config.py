@@ -71,9 +71,8 @@ class TaskSection:
 
     world: str = setting(
         "miniature",
-        "miniature, domains (a few small databases; domains:bank+clinic names them; "
-        "domains-conditions:NAMES asks for look-ups), a directory "
-        "of data_gen.py or tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, "
+        "miniature, domains (a few small databases; domains:bank+clinic names them), "
+        "a directory of data_gen.py or tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, "
         "questions:FILE with a .jsonl file of questions and answers, a .py file with an "
         "environment of your own, agent:COMMAND with an agent that has tasks of its own, or a "
         "mixture: 'miniature=0.9, data/=0.1'",

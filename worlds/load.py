@@ -19,7 +19,7 @@ from worlds import agent_tasks, questions
 from worlds.miniature.world import Miniature
 from worlds.mixture import Mixture
 from worlds.toolscale import dataset
-from worlds.toolscale.small import SMALL, small_world
+from worlds.toolscale.small import small_world
 from worlds.user_world import load_user_world
 from worlds.wording import understood
 
@@ -102,7 +102,7 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     if name == Miniature.name:
         return Miniature(seed, sandbox)
     kind, _, domains = name.partition(":")
-    if kind in SMALL:
+    if kind == "domains":
         chosen = [domain.strip() for domain in domains.split("+")] if ":" in name else None
         spoiled = settings.spoiled
         require(spoiled <= 1, f"task.spoiled is {spoiled}; it must be a share from 0 to 1")
@@ -113,7 +113,7 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     require(
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {Miniature.name}, "
-        f"{', '.join(SMALL)}, each also with :NAME+NAME, {questions.PREFIX}FILE, "
+        f"domains, domains:NAME+NAME, {questions.PREFIX}FILE, "
         f"{agent_tasks.PREFIX}COMMAND, a directory of data_gen.py or "
         "tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, or a .py file "
         "with an environment of your own",

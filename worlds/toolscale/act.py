@@ -55,7 +55,6 @@ class Act:
         self.done: set[str] = set()  # the kinds of the wishes
         self.used: set[str] = set()  # keys of the records that wishes are about
         self.twists: list[tuple[str, bool]] = []  # the conditions, and whether they were true
-        self.tests: list[tuple[str, Json]] = []  # what decided them, and its variables
         self.mentioned: set[str] = set()  # keys of what the present sentence is about
         stories = words.data.get("stories", {})  # what joins the wishes
         self.story = rng.choice([*stories, *len(stories) * [""]] or [""]) if not known else ""

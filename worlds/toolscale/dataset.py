@@ -144,12 +144,8 @@ def teach(env: DomainEnvironment, skill: float = 1.0) -> Iterator[Lesson]:
             yield Lesson("", "", call, env.do(call))
         yield Lesson("", SAY["done"].format(""))
         return
-    thoughts = [*env.task.data["task"].get("thoughts", ())]  # the first, and what is decided
-    for number, lesson in enumerate(right_turns(env)):
-        call = lesson[1]
-        reads = call and env.domain.by_name[call.name]["kind"] == "read"
-        thought = thoughts.pop(0) if thoughts and (not number or not reads) else ""
-        yield Lesson(thought, *lesson)
+    for lesson in right_turns(env):
+        yield Lesson("", *lesson)
 
 
 def load_world(

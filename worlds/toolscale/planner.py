@@ -126,7 +126,6 @@ class Planner:
             wish.near(fact, truth)
         if holds(fact["test"], wish.scope) != truth or wish.broken():
             raise UnfitError("the fact is otherwise, or a rule forbids it")
-        act.tests.append((fact["test"], dict(wish.scope)))
         self._either(act, wish, truth, "if", *wish.phrase(fact["say"]).split(" | "))
 
     def _rule(self, act, wish, truth):
@@ -137,8 +136,6 @@ class Planner:
             raise UnfitError("a tool forbids it too")
         for rule in broken:
             wish.forbidden(rule)
-        for rule in broken or wish.data["rules"]:
-            act.tests.append((self.data["rules"][rule]["test"], dict(wish.scope)))
         wanted = wish.phrase(wish.data["say"])
         end = self.rng.choice([*wish.data.get("no", ()), self.rng.choice(self.frames["no"])])
         self._either(act, wish, truth, "rule", wanted, wish.words(end))

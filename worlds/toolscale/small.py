@@ -7,7 +7,6 @@ never right: what depends on a record has to be looked up. Of each list of sente
 are used. Worlds, checks and scores are those of data_gen.py.
 """
 
-import ast
 import copy
 import itertools
 import json
@@ -20,8 +19,7 @@ from worlds.toolscale.blueprint import BUILT_IN, build
 from worlds.toolscale.dataset import DomainWorld
 from worlds.toolscale.domain import Domain
 from worlds.toolscale.planner import Planner
-from worlds.toolscale.program import Json, evaluate, parse, parse_call, rules
-from worlds.toolscale.records import holds
+from worlds.toolscale.program import Json, parse_call, rules
 from worlds.toolscale.tasks import to_task
 from worlds.toolscale.verify import mentions, task_text, verify
 from worlds.toolscale.words import Words
@@ -31,21 +29,6 @@ TASKS = 20_000  # of a split
 SENTENCES = 4  # of each list of a domain's file
 # Golden calls of a task; characters of its policy and tools, and of what its calls return.
 MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1300, 600
-MOST_DRAWS = 60  # of a task with a condition
-# Worlds: domains as they are, and with more conditions.
-SMALL = AS_THEY_ARE, CONDITIONS = "domains", "domains-conditions"
-DECIDES, CONDITIONAL = ("if", "rule"), 2 / 3  # what a look-up decides, and its share
-MIND, MINDED = ("mind",), 0.08  # the share of users who have thought better of it
-SAYS_LOOK = "I look first."
-SIGNS = {
-    ast.Eq: "==",
-    ast.NotEq: "!=",
-    ast.Lt: "<",
-    ast.LtE: "<=",
-    ast.Gt: ">",
-    ast.GtE: ">=",
-    ast.In: "in",
-}
 LOOK = "Look up what a wish is about before you do it or refuse it."
 
 
@@ -53,14 +36,11 @@ LOOK = "Look up what a wish is about before you do it or refuse it."
 class SmallTasks(Sequence):
     """The tasks of a split. A task is a function of its number, and drawn when it is asked for.
 
-    `name`, which each task's id begins with, seeds the draws. `domains` take turns. With
-    `conditions` two of three tasks have a fact or a rule that has to be looked up, and the teacher
-    says what it reads.
+    `name`, which each task's id begins with, seeds the draws. `domains` take turns.
     """
 
     name: str
     domains: Sequence[tuple[Domain, Words]]
-    conditions: bool = False
 
     def __len__(self) -> int:
         return TASKS
@@ -68,26 +48,13 @@ class SmallTasks(Sequence):
     def __getitem__(self, number: int) -> Json:
         place, which = divmod(number, len(self.domains))
         world, words = self.domains[which]
-        level, twists = LEVELS[place % len(LEVELS)], ()
-        if self.conditions:
-            place = random.Random(f"{self.name}/{number}").random()
-            if place < CONDITIONAL + MINDED:
-                twists = DECIDES if place < CONDITIONAL else MIND
-            level = 2 if twists else 1
+        level = LEVELS[place % len(LEVELS)]
         for draw in itertools.count():
-            if draw == MOST_DRAWS:  # its conditions need more look-ups than fit
-                level, twists = 1, ()
             name = f"{self.name}-{world.name}-{number}-{draw}"
-            planner = Planner(world, words, random.Random(name))
-            if twists:
-                shares = planner.twists
-                planner.twists = {twist: shares[twist] for twist in twists if twist in shares}
             try:
-                task = _small(planner, level, name)
+                task = _small(Planner(world, words, random.Random(name)), level, name)
             except UnfitError:
                 continue
-            if not self.conditions:
-                del task["thoughts"]
             if _fits(world, task) and not verify(world, task):
                 return task
 
@@ -100,9 +67,8 @@ def small_world(
 ) -> DomainWorld:
     """Returns the tasks of built-in domains, TASKS in each split. UserError for an unknown one.
 
-    chosen: their names; without them the seed chooses three. With a `name` that begins with
-    CONDITIONS two of three tasks have a condition. `spoiled` is the share of demonstrations that do
-    one thing wrong.
+    chosen: their names; without them the seed chooses three. `spoiled` is the share of
+    demonstrations that do one thing wrong.
     """
     chosen = chosen or random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
     built = []
@@ -111,10 +77,7 @@ def small_world(
         words = copy.deepcopy(words)  # `build` keeps what it returns
         _shorten(words.data["wishes"])
         built.append((domain, words))
-    conditions = name.partition(":")[0] == CONDITIONS
-    splits = {
-        split: SmallTasks(f"{seed}-{split}", built, conditions) for split in ("train", "held_out")
-    }
+    splits = {split: SmallTasks(f"{seed}-{split}", built) for split in ("train", "held_out")}
     domains = {domain.name: domain for domain, _ in built}
     return DomainWorld(splits, domains, seed, name, skill=1.0 - spoiled)
 
@@ -168,7 +131,6 @@ def _small(planner, level, name) -> Json:
         "wishes": [task["wishes"][0] | {"say": told["reason_for_call"], "actions": every}],
         "rules": kept,
         "kind": _kind(world, criteria, act.twists),
-        "thoughts": _thoughts(world, criteria, act),
     }
 
 
@@ -181,40 +143,6 @@ def _kind(world, criteria, twists) -> str:
     if "write" in kinds:
         return f"{looks}write"
     return f"{looks}answer" if criteria["communicate_info"] else f"{looks}refuse"
-
-
-def _thoughts(world, criteria, act) -> list[str]:
-    """What the teacher thinks first, and when it has looked up what decides."""
-    if not act.twists:
-        return ["", ""]
-    read = [_read(test, scope) for test, scope in act.tests]
-    kinds = {world.by_name[action["name"]]["kind"] for action in criteria["actions"]}
-    if act.twists[-1][1]:
-        decided = "I do it."
-    else:
-        decided = "I do the other." if kinds - {"read"} else "I leave it."
-    return [SAYS_LOOK, f"{' '.join(read)} {decided}".strip()]
-
-
-def _read(test, scope) -> str:
-    """A test as it is read: "credits 15 >= 9: yes."; "" if it is more than one comparison."""
-    node = parse(test).value
-    if not isinstance(node, ast.Compare):
-        return ""
-    sign = SIGNS[type(node.ops[0])]
-    paths = [each for each in ast.walk(node.left) if isinstance(each, ast.Attribute)]
-    try:
-        sides = [evaluate(ast.unparse(each), scope) for each in (node.left, *node.comparators)]
-        named = []
-        for path in paths:
-            value = evaluate(ast.unparse(path), scope)
-            named.append(path.attr if isinstance(value, list) else f"{path.attr} {value}")
-    except (LookupError, TypeError):
-        return ""
-    if not isinstance(node.left, ast.Attribute):
-        named.append(f"= {sides[0]}")
-    left, right = " ".join(named), ", ".join(sides[1]) if isinstance(sides[1], list) else sides[1]
-    return f"{left} {sign} {right}: {'yes' if holds(test, scope) else 'no'}."
 
 
 def _needed(world, task) -> list[Json]:
