@@ -359,5 +359,5 @@ def _read(text, schema, secrets) -> Json:
         problem = f"the endpoint says: {said}"
         raise EndpointError(problem, bad_request=code in BAD_REQUEST)
     if problem := schema_error(reply, schema):
-        raise EndpointError(f"not the reply that was asked for: {problem}", begun)
+        raise EndpointError(f"not the reply that was asked for: {problem}", text)
     return reply

@@ -61,6 +61,11 @@ class Reply:
         )
 
     @property
+    def begun(self) -> bool:
+        """Whether there is a reply to bill: one that is whole, or was begun and is another."""
+        return not self.problem or any(self.tokens)
+
+    @property
     def final(self) -> bool:
         """Whether the same request would be answered alike: no failure of the infrastructure."""
         return not self.problem or self.bad_request

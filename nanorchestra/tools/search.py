@@ -71,11 +71,16 @@ class WebSearch:
         body = {"query": query, "search_depth": "advanced", "max_results": 20}
         body["chunks_per_source"] = 3
         most = self.most_usd(arguments)  # its pages are to be paid, too
-        found = self._ask("search", body, most, lambda hits: self.usd_per_search)
+
+        def found_usd(found: Reply) -> float:
+            return self.usd_per_search if found.begun else 0.0
+
+        found = self._ask("search", body, most, found_usd)
         seconds = found.seconds
         if found.problem:
             return ToolResult(
                 f"Error: {self.name}: {found.problem}",
+                found_usd(found),
                 latency_s=seconds,
                 error=True,
                 infrastructure=not found.bad_request,
@@ -88,10 +93,12 @@ class WebSearch:
             return ToolResult("nothing found", self.usd_per_search, seconds)
         body = {"urls": [h["url"] for h in hits], "extract_depth": "advanced", "format": "text"}
 
-        def usd_of(pages: list[Json]) -> float:
-            return self.usd_per_page * min(len(pages), len(hits))  # no more than was asked for
+        def read_usd(read: Reply) -> float:
+            """Returns the price of the pages that came, or of all where that cannot be read."""
+            came = len(hits) if read.problem else len(read.content)
+            return self.usd_per_page * min(came, len(hits)) if read.begun else 0.0
 
-        read = self._ask("extract", body, self.usd_per_page * len(hits), usd_of)
+        read = self._ask("extract", body, self.usd_per_page * len(hits), read_usd)
         note = f"\n\n(excerpts only; pages were not read: {read.problem})" if read.problem else ""
         pages = (read.content or [])[: len(hits)]
         texts = {page["url"]: page.get("raw_content") or "" for page in pages}
@@ -102,7 +109,7 @@ class WebSearch:
             score = hit.get("score") or 0.0
             head = f"{hit.get('title') or ''}\n{hit['url']} (score {score:.2f})"
             documents.append(f"{head}\n{text[:PAGE_CHARS]}")
-        usd = self.usd_per_search + usd_of(pages)
+        usd = self.usd_per_search + read_usd(read)
         content = "\n\n".join(documents) + note
         best_last = {"documents": documents[::-1]}
         return ToolResult(
@@ -114,10 +121,8 @@ class WebSearch:
             waited_s=found.waited + read.waited,
         )
 
-    def _ask(
-        self, path: str, body: Json, most_usd: float, usd_of: Callable[[list[Json]], float]
-    ) -> Reply:
-        """Returns the reply to a request, with its results as content; they cost `usd_of`."""
+    def _ask(self, path: str, body: Json, most_usd: float, bill: Callable[[Reply], float]) -> Reply:
+        """Returns the reply to a request, with its results as content; it costs `bill(reply)`."""
         url = f"{self.base_url.rstrip('/')}/{path}"
         request = {"url": url, "body": body}
 
@@ -126,9 +131,6 @@ class WebSearch:
             return Reply(reply["results"], (0, 0), *spent)
 
         def paid() -> Reply:
-            def bill(reply: Reply) -> float:
-                return 0.0 if reply.problem else usd_of(reply.content)
-
             return self.spending.pay(ask, most_usd, bill, self.name)
 
         def cached() -> Reply:
