@@ -16,8 +16,8 @@ Guaranteed on Linux, x86_64 or aarch64; elsewhere `Sandbox()` raises UserError:
 - no file outside the scratch directory is written; none is read but the standard library, numpy,
   sympy and pandas where they are installed, and the system's shared libraries (Landlock, Linux
   5.13). On an older kernel no file can be opened;
-- an end after `timeout_s`, whatever the code does; at most 768 MiB of memory, 32 open files; output
-  is cut at 8 KiB;
+- an end after `timeout_s`, whatever the code does, and at once where the call is abandoned; at most
+  768 MiB of memory, 32 open files; output is cut at 8 KiB;
 - the scratch directory is in memory: 64 MiB, 256 files, 16 MiB a file. Where a process may not make
   namespaces of its own, as in many containers, there is none, and no file can be written;
 - nothing is left: children die with their worker, a worker ends when its owner ends, and no file
@@ -43,14 +43,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanorchestra.errors import UserError
+from nanorchestra.tools.threads import abandoned
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 LIBRARIES = json.loads(CHILD.with_name("sandbox.json").read_text())["libraries"]
 MAX_OUTPUT = 8192  # bytes
 MAX_ERROR = 500  # characters
+ABANDONED = "the run was abandoned"
 MOST_WORKERS = 16  # of a process
 WAIT_S = 300.0  # of a run, for a worker; of `close`, for the runs in progress
 START_S = 60.0  # for a worker to start and to import libraries
+LOOK_S = 0.1  # between two looks whether a run is abandoned
 GRACE_S = 2.0  # for a worker to report the end of a run; then it counts as stuck
 
 
@@ -108,6 +111,8 @@ class Sandbox:
             return SandboxResult("", problem, 0.0, died=True, waited_s=WAIT_S)
         waited_s = time.perf_counter() - start
         try:
+            if abandoned():
+                return SandboxResult("", ABANDONED, 0.0, waited_s=waited_s)
             return replace(worker.run(code, timeout_s), waited_s=waited_s)
         finally:
             self._idle.put(worker)
@@ -130,6 +135,10 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class AbandonedError(Exception):
+    """Nothing waits for a run any more: its call was cancelled, or came to the user's limit."""
 
 
 class _Worker:
@@ -155,6 +164,8 @@ class _Worker:
             self._empty_files()
         except TimeoutError:  # the worker is stopped, or waits for a kernel that does not answer
             stdout, error = self._printed(), self._explain(None, timeout_s)
+        except AbandonedError:
+            error = ABANDONED
         except ConnectionError:
             error, died = "the sandbox process died", True
         except OSError as problem:  # such as too many open files
@@ -188,7 +199,7 @@ class _Worker:
         """Returns the exit status of the program, None if the worker ended it at its time-out.
 
         Raises TimeoutError if the worker does not answer in time, ConnectionError if it died,
-        another OSError if it does not come to run the program.
+        another OSError if it does not come to run the program, AbandonedError.
         """
         self._empty_files()
         os.pwrite(self.files[0].fileno(), code.encode("utf-8", "surrogatepass"), 0)
@@ -202,11 +213,18 @@ class _Worker:
 
     def _receive(self, seconds: float) -> bytes:
         """Returns the worker's next message. Raises as `_ask` does."""
-        self.control.settimeout(seconds)
-        message = self.control.recv(64)
-        if not message:
-            raise ConnectionResetError
-        return message
+        end = time.monotonic() + seconds
+        while not abandoned():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self.control.settimeout(min(left, LOOK_S))
+            with suppress(TimeoutError):
+                message = self.control.recv(64)
+                if not message:
+                    raise ConnectionResetError
+                return message
+        raise AbandonedError
 
     def _empty_files(self) -> None:
         for file in self.files:

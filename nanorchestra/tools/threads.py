@@ -1,4 +1,7 @@
-"""Runs calls in daemon threads, for which neither Ctrl-C nor the exit of the process waits."""
+"""Runs calls in daemon threads, for which neither Ctrl-C nor the exit of the process waits.
+
+A call whose result is no longer waited for is told so, and may end early: see `abandoned`.
+"""
 
 import asyncio
 import contextvars
@@ -8,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_ABANDONED: contextvars.ContextVar[threading.Event] = contextvars.ContextVar("abandoned")
 
 
 def in_daemon(call: Callable[[], T]) -> Future[T]:
@@ -26,5 +30,21 @@ def in_daemon(call: Callable[[], T]) -> Future[T]:
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """Returns `call(*arguments)` from a daemon thread."""
-    return await asyncio.wrap_future(in_daemon(lambda: call(*arguments)))
+    """Returns `call(*arguments)` from a daemon thread; if cancelled, the call is `abandoned`."""
+    event = threading.Event()
+
+    def work() -> T:
+        _ABANDONED.set(event)
+        return call(*arguments)
+
+    try:
+        return await asyncio.wrap_future(in_daemon(work))
+    except asyncio.CancelledError:
+        event.set()
+        raise
+
+
+def abandoned() -> bool:
+    """Returns whether the call of this thread is one that nothing waits for any more."""
+    event = _ABANDONED.get(None)
+    return event is not None and event.is_set()

@@ -1,5 +1,6 @@
 """What untrusted code may and may not do, and that nothing of it stays behind."""
 
+import asyncio
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import pytest
 from nanorchestra.errors import UserError
 from nanorchestra.tools import sandbox as sandbox_module
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.threads import in_thread
 from tools import PythonTool
 
 
@@ -452,3 +454,19 @@ def test_a_run_waits_for_a_worker_only_so_long_and_says_how_long(monkeypatch):
         one.close()
         assert 0.25 < time.monotonic() - start < 0.8, "it leaves a run that does not end"
         busy.join()
+
+
+def test_a_run_whose_call_is_cancelled_ends_at_once(sandbox):
+    """It held its worker for the rest of its time-out: two loops kept all others out."""
+
+    async def cancelled():
+        call = asyncio.ensure_future(in_thread(sandbox.run, "while True: pass", 60.0))
+        await asyncio.sleep(0.5)
+        call.cancel()
+        await asyncio.wait([call])
+
+    start = time.monotonic()
+    for _ in range(2):
+        asyncio.run(cancelled())
+    assert sandbox.run("1").stdout == "1\n"
+    assert time.monotonic() - start < 30
