@@ -6,8 +6,10 @@ A call is prepared before it runs, so that the loop knows the most that it can c
 """
 
 import re
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 from nanorchestra.errors import WorldError
@@ -20,6 +22,9 @@ from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.threads import in_thread
 
 RESULT_CHARS = 16_000  # of texts without spaces
+WORD = re.compile(r"\S+")
+NOTE_CHARS = 80  # of a note at most
+PIECE_CHARS = 1 << 20
 NOTE = re.compile(r"\n\[[\d,]+ of (?P<whole>[\d,]+) (?:words|characters)\]\Z")
 
 
@@ -128,15 +133,10 @@ class ToolEnvironment:
 
     async def _run(self, tool, call) -> ToolResult:
         """Runs a call of `tool`, which keeps to its allowance."""
-        try:
-            if tool.blocking:
-                result = await in_thread(tool.call, call.arguments)
-            else:
-                result = tool.call(call.arguments)
-        except Exception as error:  # whatever a tool raises is an observation
-            return failed(call.name, error)
         words = getattr(self.by_name[call.name], "result_words", RESULT_WORDS)
-        return replace(result, content=shortened(result.content, words))
+        if tool.blocking:
+            return await in_thread(observed, tool, call, words)
+        return observed(tool, call, words)
 
     async def reply(self, content: str) -> None:
         """Returns None: the first message without a call is the answer."""
@@ -144,6 +144,22 @@ class ToolEnvironment:
     def score(self, answer: str) -> float:
         """Returns the grade of the answer."""
         return self._grade(answer)
+
+
+def observed(tool: Tool, call: ToolCall, words: int) -> ToolResult:
+    """Returns the result of a call, cut to `words` words; whatever the tool raises is one too.
+
+    A cancellation, an interrupt or a panic that a tool raises is no ordinary exception: out of the
+    tool's thread it would end other attempts, or the process. Ctrl-C reaches the main thread alone.
+    """
+    try:
+        result = tool.call(call.arguments)
+        return replace(result, content=shortened(result.content, words))
+    except BaseException as error:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and isinstance(error, KeyboardInterrupt):
+            raise
+        return failed(call.name, error)
 
 
 def refused(problem: str) -> ToolResult:
@@ -184,19 +200,29 @@ def shortened(text: str, words: int, chars: int = RESULT_CHARS) -> str:
     A text of fewer words and characters is returned as it is. One that was shortened before is told
     by its note, which then counts what the whole text had.
     """
-    note = NOTE.search(text)
+    note = NOTE.search(text, max(0, len(text) - NOTE_CHARS))
     body = text[: note.start()] if note else text
-    ends = [match.end() for match in re.finditer(r"\S+", body)]
-    kept = min(len(ends), words)
-    while kept and ends[kept - 1] > chars:
-        kept -= 1
-    if kept == len(ends):
-        return text
-    if kept:
-        whole = note["whole"] if note else f"{len(ends):,}"
-        return f"{body[: ends[kept - 1]]}\n[{kept:,} of {whole} words]"
+    begun = islice(WORD.finditer(body, 0, chars + 1), words)
+    ends = [match.end() for match in begun if match.end() <= chars]
+    if len(body.rstrip()) == (ends[-1] if ends else 0):  # all words fit
+        return text if len(body) <= chars else body.rstrip()
+    if ends:
+        whole = note["whole"] if note else f"{count_words(body):,}"
+        return f"{body[: ends[-1]]}\n[{len(ends):,} of {whole} words]"
     whole = note["whole"] if note else f"{len(body):,}"  # one word fills the room
     return f"{body[:chars]}\n[{min(chars, len(body)):,} of {whole} characters]"
+
+
+def count_words(text: str) -> int:
+    """Returns the number of words, counted in pieces: all words of 50 MB at once fill 1 GB."""
+    count, inside = 0, False
+    for start in range(0, len(text), PIECE_CHARS):
+        piece = text[start : start + PIECE_CHARS]
+        count += len(piece.split())
+        if inside and not piece[0].isspace():  # a word that the piece before began
+            count -= 1
+        inside = not piece[-1].isspace()
+    return count
 
 
 def function_schema(tool: Tool) -> Json:

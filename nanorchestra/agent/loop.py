@@ -389,12 +389,14 @@ class Rollout:
         return [task.result() for task in tasks]
 
     async def _finish(self, attempt: Attempt) -> Trajectory:
-        """Runs an attempt to its end, and reports it."""
-        trajectory = await attempt.run()
-        if self.on_done:
-            self.on_done(trajectory)
-        self._pump.wake()
-        return trajectory
+        """Runs an attempt to its end, and reports it. The pump looks again however it has ended."""
+        try:
+            trajectory = await attempt.run()
+            if self.on_done:
+                self.on_done(trajectory)
+            return trajectory
+        finally:
+            self._pump.wake()
 
 
 @dataclass(eq=False)

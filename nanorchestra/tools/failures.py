@@ -13,8 +13,9 @@ from nanorchestra.records import ToolResult
 from nanorchestra.tools.http import EndpointError, is_temporary
 
 # By name, so that neither torch nor a client of HTTP is imported to ask: torch, requests, httpx,
-# aiohttp, openai, http.client.
+# aiohttp, openai, http.client; asyncio and anyio, whose clients are cancelled with a connection.
 CLASSES = {
+    "CancelledError",
     "OutOfMemoryError",
     "AcceleratorError",
     "ConnectionError",
@@ -52,7 +53,7 @@ def is_infrastructure(error: BaseException) -> bool:
 
 
 def failed(
-    name: str, error: Exception, seconds: float = 0.0, infrastructure: bool | None = None
+    name: str, error: BaseException, seconds: float = 0.0, infrastructure: bool | None = None
 ) -> ToolResult:
     """Returns the observation of a call of the tool `name` that has raised after `seconds`.
 

@@ -89,7 +89,7 @@ class FunctionTool:
         try:
             value = within_seconds(self.timeout_s, lambda: self.function(**arguments))
             return self._result(value, arguments, time.monotonic() - start)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # of the function, in a thread that Ctrl-C does not reach
             return ToolResult(
                 f"Error: {self.name}: {type(error).__name__}: {error}",
                 self.usd_per_call,
