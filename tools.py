@@ -179,10 +179,10 @@ def load_tools(
 
     `path` names files, with commas between them. A TOML or JSON file holds `tools`, OpenAI function
     objects with a kind and its settings, and may hold `experts`, `endpoints`, `aliases` and
-    `max_usd`, which change the presets of assets/experts.toml, and `profiles`, words for
-    descriptions. A JSON list is the `tools` alone. A Python file holds functions decorated with
-    @tool. `more` are tools of the caller's beside these. `simulated`: the caller simulates what a
-    role without a helper needs. UserError names file, entry, setting and what is right.
+    `max_usd`, which change the presets of assets/experts.toml. A JSON list is the `tools` alone. A
+    Python file holds functions decorated with @tool. `more` are tools of the caller's beside these.
+    `simulated`: the caller simulates what a role without a helper needs. UserError names file,
+    entry, setting and what is right.
     """
     tables, entries, functions = read_toml(PRESETS), [], []
     for file in map(str.strip, str(path).split(",")):
@@ -232,11 +232,6 @@ class Catalogue:
         made = [self._make(**entry) for entry in entries if entry["kind"] != "mcp"]
         made += self._served([entry for entry in entries if entry["kind"] == "mcp"])
         made += [replace(each, spending=self.spending) for each in given]
-        for name, words in self.tables.get("profiles", {}).items():
-            known = {tool.name: tool for tool in made}
-            wrong = f"{self.path}: profiles: there is no tool {name!r}{nearest(name, known)}"
-            require(name in known, wrong)
-            known[name].description = f"{known[name].description.rstrip('. ')}. {words}"
         roles = [tool for tool in made if isinstance(tool, RoleTool)]
         helping = []
         for role in roles:

@@ -55,7 +55,6 @@ PARSED = {  # the beginning of a command, and why it is not run whole
     "python benchmarks/": "minutes; .ci/run rehearses the day on a GPU",
     "python -m benchmarks.gpu_parts.compile": "minutes; .ci/run runs it",
     "python -m worlds.drills": "tests/worlds/test_drills.py runs it",
-    "python -m worlds.profile": "asks experts; tests/worlds/test_profile.py runs it",
     "python -m nanorchestra.model.adopt": "tests/model/test_adopt.py runs it",
 }
 NOT_TRIED = {  # the beginning of a command, and why it is not tried
@@ -76,7 +75,6 @@ NOT_TRIED = {  # the beginning of a command, and why it is not tried
 YOURS = {  # files of the reader, and the page that says what is in them
     "mine.toml": "docs/tools.md",
     "judge.toml": "docs/real-run.md",
-    "profiles.toml": "docs/tools.md",
     "my_tools.json": "docs/questions.md",
     "my_tools.py": "docs/tools.md",
     "toolorchestra_tools.json": "docs/tools.md",
@@ -105,7 +103,6 @@ NOT_COMPARED = {  # how other untagged blocks begin, and why they are not compar
     "$ python tools.py serve-index": "shortened; tests/serving/test_retrieval.py has such answers",
     "strongest: 6 of 40 attempts failed": "an endpoint that fails",
     "calls: {": "progress of MCP; tests/serving/test_mcp_server.py has such messages",
-    "[profiles]": "endpoints; tests/worlds/test_profile.py writes such a file",
 }
 FILE = re.compile(r"(?:^|[:,=@ ])([\w./-]+\.(?:py|toml|jsonl?|txt))(?=$|[,:= ])")
 FOUND = [(block, command) for block in blocks() for command in commands_of(block)]

@@ -569,7 +569,6 @@ def test_a_misspelt_name_in_a_catalogue_is_told_with_the_nearest(tmp_path, sandb
         (f"[[tools]]\n{python}usd_per_cal = 1", "usd_per_call"),
         (f"[[tools]]\n{python.replace('code', 'serch')}", "search"),
         (f"[[tools]]\n{python.replace('descr', 'desr')}", "description"),
-        (f"[[tools]]\n{python}[profiles]\npyton = 'p'", "python"),
         (f"{expert}{mine}endpont = 'x'", "endpoint"),
         (f"{expert}{mine.replace('openai', 'opanai')}", "openai"),
         (f"{expert.replace('mine', 'mien')}{mine}", "mine"),
