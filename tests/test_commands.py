@@ -54,7 +54,6 @@ PARSED = {  # the beginning of a command, and why it is not run whole
     "python tools.py serve-index": "a server; tests/serving/test_retrieval.py runs one",
     "python benchmarks/": "minutes; .ci/run rehearses the day on a GPU",
     "python -m benchmarks.gpu_parts.compile": "minutes; .ci/run runs it",
-    "python -m worlds.drills": "tests/worlds/test_drills.py runs it",
     "python -m nanorchestra.model.adopt": "tests/model/test_adopt.py runs it",
 }
 NOT_TRIED = {  # the beginning of a command, and why it is not tried
@@ -89,8 +88,6 @@ YOURS = {  # files of the reader, and the page that says what is in them
     "questions.txt": "docs/serve.md",
     "answers.jsonl": "docs/serve.md",
     "runs/trace.jsonl": "docs/real-run.md",
-    "runs/drills/questions.jsonl": "docs/real-run.md",
-    "runs/drills/tools.toml": "docs/real-run.md",
 }
 COMPARED = {  # how the transcripts begin that are compared
     "README.md": ["$ .venv/bin/python serve.py --ask"],
