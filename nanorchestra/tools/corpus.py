@@ -21,7 +21,7 @@ from tqdm import tqdm
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_json_lines, read_text, replace_directory, write_whole
 from nanorchestra.model.hub import find
-from nanorchestra.schemas import check, whole_characters
+from nanorchestra.schemas import whole_characters
 from nanorchestra.tools.devices import device_named
 from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.index import Index, Passage, RemoteIndex, VectorIndex, word_index
@@ -45,23 +45,13 @@ class Passages(Sequence[Passage]):
     """The passages of an index directory, read from mapped files as they are asked for.
 
     A line of TEXTS is the JSON of [text, source]; ENDS has the offset of each line's end, in 8
-    bytes. UserError if they are not whole.
+    bytes.
     """
 
     def __init__(self, path: Path):
-        texts, ends = path / TEXTS, path / ENDS
-        length = ends.stat().st_size if texts.is_file() and ends.is_file() else 0
-        whole = length > 0 and length % 8 == 0
-        require(whole, f"{path}: not a whole index; build it: python tools.py index PATH --out DIR")
-        self._ends = np.memmap(ends, "<u8", "r")
-        size = texts.stat().st_size
-        require(
-            self._ends[-1] == size,
-            f"{texts}: it has {size} bytes; {ENDS} says {self._ends[-1]}; build the index again",
-        )
-        with open(texts, "rb") as file:
+        self._ends = np.memmap(path / ENDS, "<u8", "r")
+        with open(path / TEXTS, "rb") as file:
             self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._texts = texts
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -70,14 +60,7 @@ class Passages(Sequence[Passage]):
         if not 0 <= row < len(self):
             raise IndexError(row)
         begin = int(self._ends[row - 1]) if row else 0
-        line = self._lines[begin : int(self._ends[row])]
-        try:
-            text, source = json.loads(line)
-            whole = isinstance(text, str) and isinstance(source, str)
-        except (ValueError, TypeError, RecursionError):
-            whole = False
-        require(whole, f"{self._texts}: passage {row} is damaged; build the index again")
-        return Passage(text, source)
+        return Passage(*json.loads(self._lines[begin : int(self._ends[row])]))
 
 
 def build_index(
@@ -125,7 +108,7 @@ def open_index(
 
     The index of a directory is by vectors if it has any. `device` searches them and embeds queries;
     None: this thread's GPU, else the CPU. `checkpoint` is the embedder; None: that of the build.
-    UserError names the file and what is wrong with it.
+    UserError names a directory that is no index, and what is wrong with a JSONL file.
     """
     if str(path).startswith(("http://", "https://")):
         return RemoteIndex(str(path))
@@ -144,15 +127,11 @@ def open_index(
     passages = Passages(path)
     if vectors.is_dir():
         return _open_vectors(passages, vectors, device, checkpoint)
-    try:
-        return Index(passages, bm25s.BM25.load(words, mmap=True, show_progress=False))
-    except (OSError, ValueError) as error:  # JSON's and numpy's errors are ValueErrors
-        raise UserError(f"{words}: not a whole index ({error}); build it again") from None
+    return Index(passages, bm25s.BM25.load(words, mmap=True, show_progress=False))
 
 
 def _open_vectors(passages, path, device, checkpoint) -> VectorIndex:
     settings = read_json(path / SETTINGS)
-    check(settings, "index", str(path / SETTINGS))
     vectors = Vectors(path, settings, len(passages), device_named(device))
     embedder = Embedder(checkpoint or settings["checkpoint"], device_named(device))
     _check_embedder(embedder, passages[0].text, vectors.first, path)
@@ -190,8 +169,10 @@ def _documents(source, files) -> Iterator[Passage]:
 
 def _rows(file) -> Iterator[Passage]:
     for number, row in read_json_lines(file):
-        check(row, "passage", f"{file}, line {number}")
-        text = next(row[name] for name in TEXT_FIELDS if name in row)
+        fields = row if isinstance(row, dict) else {}
+        text = next((fields[name] for name in TEXT_FIELDS if name in fields), None)
+        right = f"one of {', '.join(TEXT_FIELDS)} must be a text"
+        require(isinstance(text, str), f"{file}, line {number}: {right}")
         source = next((str(row[name]) for name in SOURCE_FIELDS if name in row), "")
         yield Passage(whole_characters(text), whole_characters(source))
 
@@ -245,8 +226,6 @@ def _embed(passages, out, checkpoint) -> tuple[Path, int]:
     with open(part, "ab") as file:
         begin = file.tell() // width
         file.truncate(begin * width)
-        if begin:
-            _check_embedder(embedder, passages[0].text, np.fromfile(part, "f4", width // 4), part)
         for i in tqdm(range(begin, len(passages), BLOCK), desc="embedding", unit="block"):
             block = range(i, min(i + BLOCK, len(passages)))
             file.write(embedder.passages([passages[row].text for row in block]).tobytes())

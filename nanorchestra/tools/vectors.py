@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import require
 from nanorchestra.schemas import Json
 from nanorchestra.tools.devices import current
 
@@ -92,26 +92,18 @@ class Vectors:
     """The `count` vectors of a directory with their index, to search in.
 
     Flat vectors are searched in fp16 on `device` alone, if it is a GPU and FAISS was built for
-    GPUs: each rank has its own. All else is searched on the CPU. UserError if a file is missing or
-    has not the size it must have.
+    GPUs: each rank has its own. All else is searched on the CPU. UserError if a GPU lacks the room.
     """
 
     def __init__(self, path: Path, settings: Json, count: int, device: torch.device):
         self.settings = settings
-        dimension = settings["dimension"]
-        whole = 4 * count * dimension
-        file = path / VECTORS
-        size = file.stat().st_size if file.is_file() else 0
-        require(
-            size == whole,
-            f"{file}: it has {size} bytes; {count} passages of dimension {dimension} have {whole}; "
-            "build the index again",
-        )
-        self._vectors = np.memmap(file, np.float32, "r", shape=(count, dimension))
+        shape = (count, settings["dimension"])
+        self._vectors = np.memmap(path / VECTORS, np.float32, "r", shape=shape)
         self._codes = self._on_gpu = None
         self._device = device
         if settings["kind"] == "ivfpq":
-            self._codes = self._open_codes(path / CODES)
+            mapped = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY
+            self._codes = faiss.read_index(str(path / CODES), mapped)
         elif device.type == "cuda" and faiss.get_num_gpus():
             self._on_gpu = self._copy_to_gpu(device)
 
@@ -119,20 +111,6 @@ class Vectors:
     def first(self) -> np.ndarray:
         """The vector of the first passage, float32 [dimension]."""
         return self._vectors[0]
-
-    def _open_codes(self, file) -> Any:
-        """Returns the mapped IVF-PQ index. UserError if it is not that of the vectors."""
-        try:
-            index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY)
-        except RuntimeError:  # FAISS's message has many lines
-            raise UserError(f"{file}: not a whole FAISS index; build the index again") from None
-        count, dimension = self._vectors.shape
-        require(
-            (index.ntotal, index.d) == (count, dimension),
-            f"{file}: it has {index.ntotal} vectors of dimension {index.d}; the passages have "
-            f"{count} of dimension {dimension}; build the index again",
-        )
-        return index
 
     def _copy_to_gpu(self, device) -> Any:
         """Returns the vectors on a GPU, in fp16. UserError if they do not fit there."""

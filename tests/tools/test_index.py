@@ -9,7 +9,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 import pytest
@@ -206,47 +205,21 @@ def test_another_kind_of_index_is_built_from_the_same_vectors(
     assert max(embedded[text] for text in texts[1:]) == 1 and not list(out.glob("*.part"))
 
 
-def test_an_index_that_is_not_whole_is_one_line(checkpoint, pages, tmp_path, capsys):
+def test_a_mistake_of_a_build_or_an_opening_is_one_line(checkpoint, pages, tmp_path, capsys):
     out = tmp_path / "index"
     assert build_index(pages, out, checkpoint) == 4
-    build_index(pages, out)
-    vectors = out / "vectors"
-    settings = json.loads((vectors / "settings.json").read_text())
-
-    def damaged(file, content, says):
-        kept = file.read_bytes()
-        file.unlink()
-        if content is not None:
-            file.write_bytes(
-                content if isinstance(content, bytes) else json.dumps(content).encode()
-            )
-        with pytest.raises(UserError, match=says) as refused:
-            open_index(out, "cpu")
-        assert "\n" not in str(refused.value)
-        file.write_bytes(kept)
-
-    size = (out / "passages.jsonl").stat().st_size
-    for name, content, says in (
-        ("passages.jsonl", None, "index: not a whole index; build it"),
-        ("passages.jsonl", b"torn", f"has 4 bytes; passages.ends says {size}"),
-        ("passages.ends", None, "index: not a whole index; build it"),
-        ("passages.ends", b"1234567", "index: not a whole index; build it"),
-        ("passages.ends", size.to_bytes(8, "little"), "512 bytes; 1 passages of dimension 32"),
-        ("vectors/vectors.f32", None, "vectors.f32: it has 0 bytes; 4 passages of dimension 32"),
-        ("vectors/vectors.f32", b"\0" * 512, "these are the vectors of another embedder"),
-        ("vectors/settings.json", None, "settings.json: cannot be read"),
-        ("vectors/settings.json", b"{", "settings.json: not JSON"),
-        ("vectors/settings.json", settings | {"kind": "hnsw"}, "settings.json: kind: "),
-        ("vectors/settings.json", settings | {"dimension": 64}, "512 bytes; 4 passages of dim"),
-        ("vectors/settings.json", settings | {"kind": "ivfpq"}, "is a required property"),
-        ("vectors/settings.json", settings | {"checkpoint": "/none"}, "/none"),
+    vectors = out / "vectors" / "vectors.f32"
+    kept = vectors.read_bytes()
+    vectors.write_bytes(b"\0" * len(kept))
+    for path, embedder, says in (
+        (pages, None, "pages: not a whole index; build it"),
+        (out, None, "these are the vectors of another embedder"),
+        (out, "nowhere", "nowhere"),
     ):
-        damaged(out / name, content, says)
-    assert open_index(out, "cpu").search("gold")
-    for name in vectors.iterdir():
-        name.unlink()
-    vectors.rmdir()
-    damaged(out / "bm25" / "vocab.index.json", b"{", "bm25: not a whole index")
+        with pytest.raises(UserError, match=says) as refused:
+            open_index(path, "cpu", embedder)
+        assert "\n" not in str(refused.value)
+    vectors.write_bytes(kept)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     arguments = [str(pages), "--out", str(out), "--embed", str(checkpoint), "--kind", "ivfpq"]
@@ -263,36 +236,19 @@ def test_an_index_that_is_not_whole_is_one_line(checkpoint, pages, tmp_path, cap
     assert open_index(out).search("gold"), "a build that failed leaves what was there"
 
 
-def test_a_build_goes_on_only_with_the_same_embedder(checkpoint, pages, tmp_path):
-    out = tmp_path / "index"
-    build_index(pages, out)
-    part = out / f"{quote(str(checkpoint), '')}.part"
-    part.write_bytes(b"\0" * 128)
-    with pytest.raises(UserError, match="part: these are the vectors of another embedder"):
-        build_index(pages, out, checkpoint)
-
-
 def test_a_bad_file_of_passages_is_named_with_its_line(tmp_path):
     path = tmp_path / "passages.jsonl"
     with pytest.raises(UserError, match="passages.jsonl.*cannot be read"):
         open_index(path)
     for content, complaint in (
         ('{"text": "a"}\nnot json\n', "line 2: not JSON"),
-        ('{"text": "a"}\n\n{"txt": "b"}\n', "line 3: .* not valid under any"),
+        (
+            '{"text": "a"}\n\n{"txt": "b"}\n',
+            "line 3: one of text, contents, content must be a text",
+        ),
+        ("7\n", "line 1: one of text"),
         ("\n", "no passage"),
     ):
         path.write_text(content)
         with pytest.raises(UserError, match=f"passages.jsonl.*{complaint}"):
             open_index(path)
-
-
-def test_a_damaged_passage_is_named_in_one_line(tmp_path):
-    (tmp_path / "pages").mkdir()
-    (tmp_path / "pages" / "a.txt").write_text("memory pages are swapped")
-    build_index(tmp_path / "pages", tmp_path / "index")
-    texts = tmp_path / "index" / "passages.jsonl"
-    whole = texts.read_bytes()
-    for damaged in (b"\xff" + whole[1:], b"{" + whole[1:], b'["x"]'.ljust(len(whole))):
-        texts.write_bytes(damaged)
-        with pytest.raises(UserError, match="passages.jsonl: passage 0 is damaged; build"):
-            open_index(tmp_path / "index").search("memory")

@@ -100,30 +100,6 @@ def test_settings_follow_from_the_size():
         choose(9_999, 32, "ivfpq")
 
 
-def test_a_torn_or_foreign_file_is_one_line(built, tmp_path):
-    path, vectors, settings = built
-    flat = {"kind": "flat", "dimension": DIMENSION}
-    codes = (path / CODES).read_bytes()
-    vectors.tofile(tmp_path / VECTORS)
-    for count, content, changed, says in (
-        (FEWEST - 1, codes, flat, "vectors.f32: it has 640000 bytes; 9999 passages"),
-        (FEWEST, codes, flat | {"dimension": 32}, "vectors.f32: it has 640000 bytes"),
-        (FEWEST, None, settings, "ivfpq.faiss: not a whole FAISS index"),
-        (FEWEST, b"", settings, "ivfpq.faiss: not a whole FAISS index"),
-        (FEWEST, codes[:5000], settings, "ivfpq.faiss: not a whole FAISS index"),
-        (FEWEST, codes[:-5000], settings, "ivfpq.faiss: not a whole FAISS index"),
-        (FEWEST // 2, codes, settings, "ivfpq.faiss: it has 10000 vectors of dimension 16; the"),
-    ):
-        (tmp_path / CODES).unlink(missing_ok=True)
-        if content is not None:
-            (tmp_path / CODES).write_bytes(content)
-        if count == FEWEST // 2:
-            vectors[:count].tofile(tmp_path / VECTORS)
-        with pytest.raises(UserError, match=says) as refused:
-            Vectors(tmp_path, changed, count, CPU)
-        assert "\n" not in str(refused.value)
-
-
 def test_a_gpu_holds_flat_vectors_alone_and_only_if_they_fit(built, monkeypatch):
     path, vectors, settings = built
     flat, gpu, made = {"kind": "flat", "dimension": DIMENSION}, torch.device("cuda", 3), []
