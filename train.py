@@ -104,7 +104,6 @@ from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
 from worlds import metrics
 from worlds.api_bill import api_bill
-from worlds.digest import FILE, world_record
 from worlds.load import agent_of, note_on_tools, open_world
 from worlds.miniature.draft import draft
 from worlds.routers import routers_of
@@ -301,8 +300,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     after = evaluate(run, world, held_out_player, rollout_ranks, bill, "after", own_reward)
     path = run.folder.path
-    beside = {FILE: world_record(world)} if ranks.first and world.name == "miniature" else {}
-    save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=ranks.first, beside=beside)
+    save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=ranks.first)
     if config.lora.rank:
         save_adapter(model, path / "adapter", config.model.path, write=ranks.first)
     run.finish(

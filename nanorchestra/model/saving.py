@@ -1,7 +1,7 @@
 """Writes a checkpoint directory in Hugging Face layout, which transformers loads."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +13,6 @@ from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tensor_files import write_tensors
 from nanorchestra.model.tokenizer import COMPANIONS, Tokenizer
 from nanorchestra.model.weights import INDEX, SINGLE, named_hf_tensors
-from nanorchestra.schemas import Json
 
 SETTINGS = (GENERATION, *COMPANIONS)  # that users edit
 SHARD_BYTES = 5_000_000_000  # the most in one file
@@ -26,14 +25,12 @@ def save_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     write: bool = True,
-    beside: Mapping[str, Json] = {},
 ) -> None:
     """Writes a checkpoint directory in `dtype`, the model's own by default; it replaces `path`.
 
-    `beside` has further JSON files by name. SHA256SUMS in it has the digests of all files but
-    SETTINGS, and `load_model` checks them. Host memory holds one shard at a time. All ranks of a
-    sharded model call this, one of them with `write`. Raises UserError if `path` cannot be written
-    or the model is quantised.
+    SHA256SUMS in it has the digests of all files but SETTINGS, and `load_model` checks them. Host
+    memory holds one shard at a time. All ranks of a sharded model call this, one of them with
+    `write`. Raises UserError if `path` cannot be written or the model is quantised.
     """
     dtype = dtype or model.embed_tokens.weight.dtype
     tensors = named_hf_tensors(model, dtype)
@@ -47,8 +44,6 @@ def save_checkpoint(
         _write_json(directory / "config.json", config_to_hf(model.config) | {"dtype": dtype_name})
         if eos:
             _write_json(directory / GENERATION, {"eos_token_id": eos})
-        for name, data in beside.items():
-            _write_json(directory / name, data)
         digests = _write_shards(directory, tensors)
         if tokenizer is not None:
             tokenizer.save(directory)
