@@ -1,8 +1,8 @@
 """Offers the tools of MCP servers: processes that are started here, and addresses.
 
 The official package `mcp` speaks the protocol, 2026-07-28 or 2025-11-25 as the server does. This
-file has what it leaves open: bounds for every wait and every message, a new start of a server that
-has died or hangs, names and schemas that the policy can use, and results as text.
+file has what it leaves open: bounds for every wait, a new start of a server that has died or
+hangs, names and schemas that the policy can use, and results as text.
 
 All servers of a process live on one event loop in a daemon thread. A server that is a process gets
 the variables HOME, LOGNAME, PATH, SHELL, TERM and USER, and those that its entry names. Its stderr
@@ -36,14 +36,7 @@ from mcp.shared.message import SessionMessage
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
-from nanorchestra.schemas import (
-    MOST_DEPTH,
-    Json,
-    argument_error,
-    levels,
-    schema_fault,
-    whole_characters,
-)
+from nanorchestra.schemas import Json, argument_error, levels, schema_fault, whole_characters
 from nanorchestra.tools.http import (
     CONNECT_S,
     MOST_BYTES,
@@ -60,11 +53,6 @@ PROBE_S = 5.0  # for a server to list its tools again, after an error
 STOP_S = 1.0  # for a process to end by itself, and again after SIGTERM
 MOST_WAIT_S = 60.0  # between two starts, if they fail
 MOST_TOOLS = 128  # of a server that are offered
-MOST_LISTED = 10_000  # tools of a server, of which `only` chooses
-MOST_PAGES = 100  # of a list of tools
-MOST_NOISE = 1_000  # lines of a process that are no messages, between two that are
-MOST_SCHEMA = 20_000  # characters of a schema
-MOST_DESCRIPTION = 4_000  # characters
 SERVER_SETTINGS = ("name", "command", "url", "env", "key_variable", "headers")
 SAMPLES = ("", 0, [], {}, None)  # values with which a schema is tried
 TOLD: set[str] = set()  # lines on stderr, each told once
@@ -104,9 +92,9 @@ class McpTool:
     def call(self, arguments: Json) -> ToolResult:
         """Returns the result as text.
 
-        A server that is down, hangs or has changed this tool is a failure of the infrastructure and
-        costs nothing. An error that the tool reports is the policy's, as is a call that takes too
-        long at a server that still answers.
+        A server that is down or hangs is a failure of the infrastructure and costs nothing. An
+        error that the tool reports is the policy's, as is a call that takes too long at a server
+        that still answers.
         """
         body = {"tool": self.remote, "arguments": arguments, "usd": self.usd_per_call}
         request = {"url": f"mcp {self.server.name}", "body": body}
@@ -177,14 +165,11 @@ def _offered(server, where, only=None, **settings) -> list[McpTool]:
     for remote in wanted:
         tool = listed[remote]
         if problem := _schema_problem(tool.input_schema):
-            problem = f"{where}: the schema of {remote[:64]} is not served: {problem}"
+            problem = f"{where}: the schema of {remote} is not served: {problem}"
             require(not only, problem)
             _tell(f"{problem}; it is not offered")
             continue
-        text = tool.description or tool.title or remote
-        if len(text) > MOST_DESCRIPTION:
-            text = f"{text[:MOST_DESCRIPTION]} [cut]"
-        text = whole_characters(text)
+        text = whole_characters(tool.description or tool.title or remote)
         tools.append(McpTool(names[remote], text, tool.input_schema, server, remote, **settings))
     require(tools, f"{where}: the server has no tool that can be offered")
     return tools
@@ -212,13 +197,6 @@ def _schema_problem(schema: Json) -> str:
 
     No reference may lead out of the schema: following it would open an address.
     """
-    if any(depth > MOST_DEPTH for depth, _ in enumerate(levels(schema), 1)):
-        return f"it is nested deeper than {MOST_DEPTH} levels"
-    size = len(json.dumps(schema))
-    if size > MOST_SCHEMA:
-        return f"it has {size:,} characters, {MOST_SCHEMA:,} at most"
-    if schema.get("type") != "object":
-        return f"its type is {schema.get('type')!r}; it must be 'object'"
     if fault := schema_fault(schema):
         return f"it is no JSON schema of 2020-12: {fault}"
     for level in levels(schema):
@@ -331,7 +309,6 @@ class McpServer:
 
     async def _call(self, tool: McpTool, arguments: Json) -> tuple[str, bool]:
         connection = await self._connected()
-        connection.check(tool)
         asked = asyncio.ensure_future(connection.client.call_tool(tool.remote, arguments))
         await asyncio.wait(
             {asked, connection.task},
@@ -342,12 +319,10 @@ class McpServer:
             asked.cancel()
             if connection.task.done():
                 raise ServerFailure(connection.problem)
+            await connection.probe()
             text, is_error = f"Error: {tool.name} took more than {tool.timeout_s:g} s", True
         else:
             text, is_error = await self._answer(tool, connection, asked)
-        if is_error:  # a server that hangs, or that has changed its list
-            await connection.probe()
-            connection.check(tool)
         return whole_characters(masked(text, self.secrets, SECRET_CHARS)), is_error
 
     async def _answer(self, tool, connection, asked) -> tuple[str, bool]:
@@ -379,23 +354,16 @@ class McpConnection:
         self.server = server
         self.client: Client | None = None
         self.listed: dict[str, types.Tool] = {}
-        self.problem, self.noise, self.stderr, self.status = "", "", "", 0
+        self.problem, self.stderr, self.status = "", "", 0
         self.closing = asyncio.Event()
         self.ready = asyncio.get_running_loop().create_future()
         self.task = asyncio.ensure_future(self._live())
-
-    def check(self, tool: McpTool) -> None:
-        """Raises ServerFailure unless the server lists the tool as it did at the start."""
-        now = self.listed.get(tool.remote)
-        changed = "gone from" if now is None else "another one in"
-        if now is None or now.input_schema != tool.parameters:
-            raise ServerFailure(f"{tool.remote} is {changed} the server's list; start again")
 
     async def probe(self) -> None:
         """Lists the tools again; ends a server that does not answer. ServerFailure."""
         try:
             with anyio.fail_after(PROBE_S):
-                self.listed = await _listing(self.client)
+                await _listing(self.client)
         except Exception as error:
             self.end("it answers nothing any more")
             raise ServerFailure(f"{self.problem} ({_reason(error)})") from None
@@ -411,8 +379,6 @@ class McpConnection:
             problem = f"{self.server.url.partition('?')[0]}: {problem}"
         if self.status:
             problem += f" (HTTP {self.status})"
-        if self.noise:
-            problem += f"; its stdout says {self.noise!r}, which is not a message"
         if self.stderr.strip():
             problem += f"; its stderr says: {self.stderr.strip().splitlines()[-1]}"
         return problem
@@ -424,11 +390,7 @@ class McpConnection:
             with anyio.fail_after(START_S) as limit:
                 async with Client(transport, cache=None) as client:
                     self.client = client
-                    try:
-                        self.listed = await _listing(client)
-                    except ServerFailure as failure:  # before the end of the process has a say
-                        self.problem = str(failure)
-                        raise
+                    self.listed = await _listing(client)
                     limit.deadline = float("inf")
                     self.ready.set_result(None)
                     await self.closing.wait()
@@ -483,26 +445,12 @@ class McpConnection:
 
     async def _read(self, process, to_session) -> None:
         """Hands on the messages of a process. Lines that are none are skipped."""
-        noise = 0
         async with to_session:  # its end tells the session
-            while True:
-                try:
-                    line = await process.stdout.readline()
-                except ValueError:
-                    self.end(f"it sent a message of more than {MOST_BYTES >> 20} MiB")
-                    return
-                if not line:
-                    break
+            while line := await process.stdout.readline():
                 try:
                     message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                 except ValueError:
-                    noise += 1
-                    self.noise = self.noise or line[:80].decode("utf-8", "replace").strip()
-                    if noise > MOST_NOISE:
-                        self.end(self.explained("its stdout has no messages"))
-                        return
                     continue
-                noise, self.noise = 0, ""
                 try:
                     await to_session.send(SessionMessage(message))
                 except anyio.BrokenResourceError:
@@ -524,15 +472,17 @@ class McpConnection:
         headers = {name: value for name, value in headers.items() if value}
         if key := secret(server.key_variable).replace(" ", ""):
             headers["Authorization"] = f"Bearer {key}"
-        headers["Accept-Encoding"] = "identity"
         proxy = getproxies().get("https") if server.url.startswith("https:") else None
         if proxy and proxy_bypass(httpx2.URL(server.url).host):
             proxy = None
-        limits = httpx2.Limits(max_connections=None)
-        bounded = BoundedTransport(self, verify=trusted(), proxy=proxy, limits=limits)
-        timeout = httpx2.Timeout(CONNECT_S, read=None, pool=None)
         client = httpx2.AsyncClient(
-            transport=bounded, headers=headers, timeout=timeout, trust_env=False
+            headers=headers,
+            timeout=httpx2.Timeout(CONNECT_S, read=None, pool=None),
+            verify=trusted(),
+            proxy=proxy,
+            limits=httpx2.Limits(max_connections=None),
+            trust_env=False,
+            event_hooks={"response": [self._note_status]},
         )
         opened = streamable_http_client(
             server.url, http_client=client, max_sse_event_size=MOST_BYTES
@@ -540,56 +490,18 @@ class McpConnection:
         async with client, opened as streams:
             yield streams
 
-
-class BoundedTransport(httpx2.AsyncHTTPTransport):
-    """HTTP whose replies have MOST_BYTES at most; `connection.status` is that of the last error."""
-
-    def __init__(self, connection: McpConnection, **settings: Any):
-        super().__init__(**settings)
-        self.connection = connection
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Returns a response whose body is bounded."""
-        response = await super().handle_async_request(request)
-        self.connection.status = response.status_code if response.status_code >= 400 else 0
-        packed = response.headers.get("content-encoding", "identity") != "identity"
-        response.stream = _Bounded(response.stream, packed)
-        return response
-
-
-class _Bounded(httpx2.AsyncByteStream):
-    def __init__(self, stream, packed: bool):
-        self.stream, self.packed = stream, packed
-
-    async def __aiter__(self):
-        if self.packed:
-            raise httpx2.StreamError("the reply is compressed, which was not asked for")
-        count = 0
-        async for chunk in self.stream:
-            count += len(chunk)
-            if count > MOST_BYTES:
-                raise httpx2.StreamError(f"the reply has more than {MOST_BYTES >> 20} MiB")
-            yield chunk
-
-    async def aclose(self) -> None:
-        await self.stream.aclose()
+    async def _note_status(self, response: httpx2.Response) -> None:
+        self.status = response.status_code if response.status_code >= 400 else 0
 
 
 async def _listing(client: Client) -> dict[str, types.Tool]:
-    """Returns all tools that a server lists, by name. ServerFailure for a list without an end."""
-    tools: dict[str, types.Tool] = {}
-    cursor = None
-    for _ in range(MOST_PAGES):
-        page = await client.list_tools(cursor=cursor)
+    """Returns all tools that a server lists, by name."""
+    page = await client.list_tools()
+    tools = {tool.name: tool for tool in page.tools}
+    while page.next_cursor is not None:
+        page = await client.list_tools(cursor=page.next_cursor)
         tools |= {tool.name: tool for tool in page.tools}
-        if len(tools) > MOST_LISTED:
-            break
-        cursor = page.next_cursor
-        if cursor is None:
-            return tools
-    raise ServerFailure(
-        f"its list has over {MOST_LISTED:,} tools or {MOST_PAGES} pages: {len(tools):,} tools read"
-    )
+    return tools
 
 
 async def _write(process, to_server) -> None:
