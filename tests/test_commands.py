@@ -68,7 +68,6 @@ NOT_TRIED = {  # the beginning of a command, and why it is not tried
     "bash .ci/run": "it runs this",
     "hf download": "a program of the hub, which downloads 16 GB",
     "tau2 submit": "a program of tau2-bench, which is not installed",
-    "python -c": "OpenAI's Agents SDK; tests/serving/test_clients.py has its requests",
     "curl": "test_clients_of_the_server runs that of docs/serve.md",
 }
 YOURS = {  # files of the reader, and the page that says what is in them

@@ -1,13 +1,11 @@
 """Plays attempts by any agent: a program, or a Python function, that asks the policy over HTTP.
 
 The run listens on this machine. Each attempt has an address and a key of its own: its requests to
-/v1/chat/completions or /v1/responses are the turns of one trajectory. A request whose messages
-begin with all that was said before goes on with the session's ids; nothing is tokenised twice, and
-the KV stays. One that says something else begins a new prompt of the same trajectory, another
-sample for the trainer.
+/v1/chat/completions are the turns of one trajectory. A request whose messages begin with all that
+was said before goes on with the session's ids; nothing is tokenised twice, and the KV stays. One
+that says something else begins a new prompt of the same trajectory, another sample for the trainer.
 
     POST /v1/chat/completions           the next turn; the run decides temperature and seed
-    POST /v1/responses                  the same in OpenAI's newer form
     GET  /v1/attempts/KEY               the task: question, messages, tools, seed, split
     POST /v1/attempts/KEY/calls         runs tools of the task, and bills them
     POST /v1/attempts/KEY/reward        {"reward": 0.5} or {"answer": "42"}
@@ -39,10 +37,9 @@ from nanorchestra.schemas import Json, check
 from nanorchestra.serving.agents import MODEL, Agent, AgentFailure, AttemptHandle, load_agent
 from nanorchestra.serving.connections import Connection, address, application, listen, read_raw
 from nanorchestra.serving.http import BODY_S, CHAT, FORMS, answer, refuse
-from nanorchestra.serving.protocol import Choice, usage
+from nanorchestra.serving.protocol import Choice, read_body, usage
 from nanorchestra.tools.replies import REQUESTS
 
-PATHS = CHAT, "/v1/responses"
 MOST_BYTES = 32 << 20  # of a body
 FREE = {"response_format": ({"type": "text"},), "tool_choice": ("auto", "none")}
 CALLS = {  # the body of a request for calls
@@ -370,7 +367,7 @@ class AttemptServer(uvicorn.Server):
         models = JSONResponse({"object": "list", "data": [model]})
         routes = [
             Route("/v1/models", models, methods=["GET"]),
-            *(Route(path, self._turn, methods=["POST"]) for path in PATHS),
+            Route(CHAT, self._turn, methods=["POST"]),
             Route("/v1/attempts/{key}", self._task, methods=["GET"]),
             Route("/v1/attempts/{key}/calls", self._calls, methods=["POST"]),
             Route("/v1/attempts/{key}/reward", self._reward, methods=["POST"]),
@@ -392,9 +389,9 @@ class AttemptServer(uvicorn.Server):
     async def _turn(self, request) -> Response:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         attempt = self._attempt(key.strip() if scheme.lower() == "bearer" else "")
-        form = FORMS[request.url.path]
+        form = FORMS[CHAT]
         raw = await read_raw(request, MOST_BYTES, BODY_S)
-        body = form.read(raw, form.schema, self.defaults)
+        body = read_body(raw, form.schema, self.defaults)
         return answer(form.writer(body), body, await attempt.complete(body))
 
     async def _task(self, request) -> Response:

@@ -54,7 +54,6 @@ from nanorchestra.serving.protocol import (
     read_body,
     usage,
 )
-from nanorchestra.serving.responses import ResponseWriter, read_request
 from nanorchestra.serving.service import Record, Service
 from nanorchestra.tools.models import SERVED
 
@@ -117,27 +116,21 @@ class ChunkWriter:
                 yield b"data: %b,%b\n\n" % (begin, dumps(chunk)[1:])
         yield b"data: [DONE]\n\n"
 
-    def failed(self, error: Json) -> bytes:
-        """Returns the last event of a stream that an error ends."""
-        return b"data: %b\n\n" % dumps({"error": error})
-
 
 @dataclass(frozen=True)
 class BodyForm:
-    """The schema of a body, what reads it as a chat or a completion, and what writes the answer."""
+    """The schema of a body, and what writes its answer."""
 
     schema: str
-    read: Callable[[bytes, str, Json], Json]
-    writer: Callable[[Json], ChunkWriter | ResponseWriter]
+    writer: Callable[[Json], ChunkWriter]
 
 
 CHAT = "/v1/chat/completions"
 CHUNKS = partial(ChunkWriter, "chat.completion", "chat.completion.chunk")
 TEXTS = partial(ChunkWriter, "text_completion", "text_completion")
 FORMS = {
-    CHAT: BodyForm("ChatRequest", read_body, CHUNKS),
-    "/v1/completions": BodyForm("CompletionRequest", read_body, TEXTS),
-    "/v1/responses": BodyForm("ResponsesRequest", read_request, ResponseWriter),
+    CHAT: BodyForm("ChatRequest", CHUNKS),
+    "/v1/completions": BodyForm("CompletionRequest", TEXTS),
 }
 
 
@@ -281,7 +274,7 @@ class Server(uvicorn.Server):
 
     def _read(self, raw, form):
         """A checked body, and the ids of its prompts, which fit the context."""
-        body = form.read(raw, form.schema, self.defaults)
+        body = read_body(raw, form.schema, self.defaults)
         if body["model"] not in self.models:
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
         is_chat = "messages" in body
@@ -350,18 +343,16 @@ async def sampled(service, tokenizer, body, prompts):
     yield {"choices": [], "usage": usage(prompt, count, cached, reasoning)}
 
 
-def answer(
-    writer: ChunkWriter | ResponseWriter, body: Json, chunks: AsyncIterator[Json]
-) -> Response:
+def answer(writer: ChunkWriter, body: Json, chunks: AsyncIterator[Json]) -> Response:
     """Returns the response of the chunks, at once or as a stream."""
     parts = writer.stream(chunks) if body["stream"] else writer.whole(chunks)
-    parts = until_error(parts, writer.failed)
+    parts = until_error(parts)
     media = "text/event-stream" if body["stream"] else JSON
     return Parts(parts, media_type=media, background=BackgroundTask(chunks.aclose))
 
 
-async def until_error(parts, failed):
-    """Yields the parts of an answer; for an error after the first, what `failed` makes of it."""
+async def until_error(parts):
+    """Yields the parts of an answer; an error after the first ends a stream as its last event."""
     begun = False
     try:
         async for part in parts:
@@ -373,7 +364,7 @@ async def until_error(parts, failed):
         if not isinstance(error, REFUSED):
             logging.exception("an answer failed")
         _, problem = problem_of(error)
-        yield failed(problem)
+        yield b"data: %b\n\n" % dumps({"error": problem})
 
 
 def problem_of(error):

@@ -24,7 +24,6 @@ from nanorchestra.records import (
 )
 from nanorchestra.schemas import Json, argument_error, check
 from nanorchestra.serving.protocol import (
-    KEEP_S,
     OPENAPI,
     SAMPLING,
     dumps,
@@ -38,6 +37,7 @@ from nanorchestra.tools.allowance import Allowance, RefusedError
 # Of a question, a preference in words and as a vector, and a seed.
 MakeEnvironment = Callable[[str, str, Json, int], Environment]
 MOST_CHARACTERS = 2_000  # of the words of a preference
+KEEP_S = 5.0  # without a chunk, after which `nothing_yet` is one
 MOST_WAITING = 512  # calls of clients' tools that attempts wait for
 REPORTED = "status", "cost_usd", "latency_s", "calls"  # of the trajectory, in the last chunk
 

@@ -24,7 +24,6 @@ OPENAPI = read_json(Path(__file__).with_name("openapi.json"))
 COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 LEAST = -9999.0  # stands for minus infinity, which is no JSON
 SILENT = {"enable_thinking": False}
-KEEP_S = 5.0  # without a chunk, after which `nothing_yet` is one
 KEEP_ALIVE = b": still at work\n\n"  # a comment in a stream, which clients ignore
 VALUES = 20_000  # JSON values in a body, beside prompts: checking one takes up to 50 us
 SAMPLING = ("temperature", "top_p", "top_k", "ignore_eos")

@@ -229,7 +229,7 @@ def test_the_wire_format_is_openais(running):
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("language, index", [("python", 0), ("python", 1), ("sh", 1)])
+@pytest.mark.parametrize("language, index", [("python", 0), ("sh", 1)])
 def test_the_snippets_of_the_documentation_run(running, language, index):
     page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
     section = page.partition("## The server")[2].replace("http://127.0.0.1:8000", running.base)
