@@ -1,8 +1,8 @@
-"""Six checks that run beside docs/walk.md: `python docs/walk.py` lists them, `... 3` runs one.
+"""Three checks that run beside docs/walk.md: `python docs/walk.py` lists them, `... 3` runs one.
 
 Each computes something with the project, and the same by other means: with plain code in this file,
-from text alone, on paper, or from outside by HTTP. It says what it found and what it compared with,
-and ends with status 1 if the two differ. To see one fail, break the function that it names.
+or on paper. It says what it found and what it compared with, and ends with status 1 if the two
+differ. To see one fail, break the function that it names.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ if __name__ == "__main__":
 
     end_on_interrupt("docs/walk.py")
 
-import http.client
-import json
-import re
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from pathlib import Path
 
 import torch
-import walk_run
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from torch import Tensor
 
-from nanorchestra import Engine, SamplingParams, load_model
+from nanorchestra import Engine, SamplingParams, chat, load_model
 from nanorchestra.errors import command, require
 from nanorchestra.model.native import pack
+from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Trajectory
 from nanorchestra.training.advantages import group_advantages
 from nanorchestra.training.objectives import OBJECTIVES
-from reward import POLICY, PRICES, group_rewards
-from train import policy_loss
+from reward import group_rewards
 
-ROOT = walk_run.ROOT
-NANO, BASE = ROOT / "assets" / "nano", ROOT / "assets" / "base"
-ROUNDING = 1e-4  # nats: the engine computes in float32, the plain decoder in float64
+NANO = Path(__file__).parents[1] / "assets" / "nano"
+QUESTION = (
+    "this is the history battle numbered 175, an undemanding case: state the full code. "
+    "the quickest answer you find will do, not reasonably priced."
+)
+EXPERTS = (
+    "05s 71c medium t-Yabart2",
+    "84s 06c small hwjiclfdi",
+    "18s 09c large llm-skyl-us-east-1",
+)
+ATTEMPTS = 8
+ROUNDING = 1e-4  # nats, or units of a key: the engine computes in float32, plain code in float64
 HOT = 2.0  # temperature: draws unlikely tokens too, whose log-probabilities are far from 0
-START_S = 180  # until the server listens: importing torch takes seconds, on a busy machine more
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,12 @@ class Finding:
     agree: bool
 
 
-def plain_logits(weights: dict[str, Tensor], ids: list[int]) -> Tensor:
-    """Returns the logits [T, vocab] of nano, by the equations of Qwen3: one sequence, no cache."""
+def plain_decoder(weights: dict[str, Tensor], ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Returns the logits [T, vocab] of nano, and its keys [layers, heads, T, size].
+
+    By the equations of Qwen3: one sequence, no cache. The keys are normed and rotated, as queries
+    are multiplied by them.
+    """
     eps, theta, heads, kv_heads, size = 1e-6, 1e6, 6, 2, 32
 
     def norm(x, weight):
@@ -72,6 +77,7 @@ def plain_logits(weights: dict[str, Tensor], ids: list[int]) -> Tensor:
         return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
     x = weights["model.embed_tokens.weight"][ids]
+    keys = []
     future = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
     for layer in range(4):
         w = {k.split(".", 3)[3]: v for k, v in weights.items() if f"layers.{layer}." in k}
@@ -81,48 +87,55 @@ def plain_logits(weights: dict[str, Tensor], ids: list[int]) -> Tensor:
             for name in "qkv"
         )
         q, k = norm(q, w["self_attn.q_norm.weight"]), norm(k, w["self_attn.k_norm.weight"])
-        k, v = (each.repeat_interleave(heads // kv_heads, 0) for each in (rotate(k), v))
+        keys.append(rotate(k))
+        k, v = (each.repeat_interleave(heads // kv_heads, 0) for each in (keys[-1], v))
         scores = (rotate(q) @ k.transpose(1, 2) / size**0.5).masked_fill(future, -torch.inf)
         out = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
         x = x + out @ w["self_attn.o_proj.weight"].T
         y = norm(x, w["post_attention_layernorm.weight"])
         gate, up = y @ w["mlp.gate_proj.weight"].T, y @ w["mlp.up_proj.weight"].T
         x = x + (gate * gate.sigmoid() * up) @ w["mlp.down_proj.weight"].T
-    return norm(x, weights["model.norm.weight"]) @ weights["model.embed_tokens.weight"].T
+    x = norm(x, weights["model.norm.weight"])
+    return x @ weights["model.embed_tokens.weight"].T, torch.stack(keys)
 
 
-def plain_weights(path) -> dict[str, Tensor]:
-    """Returns the weights of a checkpoint in float64, by the names of its file."""
-    return {name: w.double() for name, w in load_file(path / "model.safetensors").items()}
+def plain_weights() -> dict[str, Tensor]:
+    """Returns the weights of nano in float64, by the names of its file."""
+    return {name: w.double() for name, w in load_file(NANO / "model.safetensors").items()}
 
 
-def plain_logprobs(weights, ids: list[int], start: int, temperature: float = 1.0) -> Tensor:
+def plain_logprobs(weights, ids: list[int], start: int, temperature: float) -> Tensor:
     """Returns log p(ids[t] | ids[:t]) for t from `start` on."""
-    logp = (plain_logits(weights, ids) / temperature).log_softmax(-1)
+    logits, _ = plain_decoder(weights, ids)
+    logp = (logits / temperature).log_softmax(-1)
     return logp[range(start - 1, len(ids) - 1), ids[start:]]
 
 
-def prompt_ids() -> list[int]:
-    """Returns the ids of the walk's prompt, by the tokenizers package."""
-    text = json.loads(walk_run.RECORD.read_text(encoding="utf-8"))["prompt"]
-    return Tokenizer.from_file(str(NANO / "tokenizer.json")).encode(text).ids
+def largest_gap(plain: Tensor, found) -> float:
+    """Returns the largest difference of two tensors, or of a tensor and numbers."""
+    return float((plain - torch.as_tensor(found, dtype=torch.float64)).abs().max())
 
 
-@cache
-def group() -> walk_run.Walk:
-    """Returns the walk's group, played now."""
-    return walk_run.play_group()
+def prompt_ids(tokenizer: Tokenizer) -> list[int]:
+    """Returns the ids of the walk's prompt: the tools on offer, and the question."""
+    tools = []
+    for words in EXPERTS:
+        name = words.split()[-1]
+        parameters = {"type": "object", "properties": {}}
+        function = {"name": name, "description": words, "parameters": parameters}
+        tools.append({"type": "function", "function": function})
+    return chat.encode(tokenizer, [{"role": "user", "content": QUESTION}], tools)
 
 
 def decoder() -> Finding:
     """The log-probabilities of engine (native.c) and trainer (qwen3.py) are those of plain code."""
     model, tokenizer = load_model(str(NANO))
-    prompt, params = prompt_ids(), SamplingParams(max_tokens=60, temperature=HOT, seed=3)
-    weights, gaps = plain_weights(NANO), []
+    prompt, params = prompt_ids(tokenizer), SamplingParams(max_tokens=60, temperature=HOT, seed=3)
+    weights, gaps = plain_weights(), []
 
     def compare(ids, logprobs, temperature=HOT):
         plain = plain_logprobs(weights, prompt + ids, len(prompt), temperature)
-        gaps.append(float((plain - torch.tensor(logprobs, dtype=torch.float64)).abs().max()))
+        gaps.append(largest_gap(plain, logprobs))
 
     engine = Engine(model, tokenizer, num_pages=64)
     (done,) = engine.generate([prompt], params)  # by PyTorch, token by token
@@ -134,50 +147,12 @@ def decoder() -> Finding:
     compare(done.token_ids, done.logprobs)
     return Finding(
         f"{len(done.token_ids)} sampled tokens; largest difference {max(gaps):.1e} nats",
-        "plain_logits, one sequence in float64 without a cache",
+        "plain_decoder, one sequence in float64 without a cache",
         max(gaps) < ROUNDING,
     )
 
 
-def loop() -> Finding:
-    """An attempt's calls, cost, time and sampled tokens (agent/loop.py) follow from its text."""
-    walk = group()
-    own = PRICES[POLICY]
-    wrong = []
-    for number, attempt in enumerate(walk.attempts):
-        text = walk.tokenizer.decode(attempt.ids)
-        terms = {
-            name: (int(seconds), int(cents) * 1e-7)  # cents for 100,000 tokens
-            for seconds, cents, name in re.findall(r'"(\d\d)s (\d\d)c \w+ ([-\w]+)"', text)
-        }
-        said = re.findall(r"assistant\n(<think>.*?<\|im_end\|>)", text, re.DOTALL)
-        calls = re.findall(r"<tool_call>\n(\{.*?\})\n</tool_call>", "".join(said))
-        names = [json.loads(call)["name"] for call in calls]
-        results = [result for turn in attempt.turns for result in turn.results]
-        sampled = sum(attempt.sampled)
-        usd = own.cost(len(attempt.ids) - sampled, sampled)
-        for name, result in zip(names, results, strict=True):
-            usd += terms[name][1] * (result.input_tokens + result.output_tokens)
-        seconds = 0.01 * sampled + sum(result.latency_s for result in results)
-        by_id = [i for i, is_own in zip(attempt.ids, attempt.sampled, strict=True) if is_own]
-        agree = (
-            walk.tokenizer.decode(by_id) == "".join(said)
-            and sum(attempt.calls.values()) == len(names)
-            and attempt.answer == said[-1].split("\n\n")[1].removesuffix("<|im_end|>")
-            and abs(attempt.cost_usd - usd) < 1e-9
-            and abs(attempt.latency_s - seconds) < 1e-6
-        )
-        wrong += [] if agree else [number + 1]
-    total = sum(sum(attempt.calls.values()) for attempt in walk.attempts)
-    return Finding(
-        f"{len(walk.attempts)} attempts, {total} calls, "
-        f"{sum(attempt.cost_usd for attempt in walk.attempts) * 1e3:.2f} m$",
-        "calls and prices read from the text" + f"; attempts {wrong} differ" * bool(wrong),
-        not wrong,
-    )
-
-
-def rewards() -> Finding:
+def advantage() -> Finding:
     """Rewards (reward.py) and advantages (training/advantages.py) are those worked out on paper.
 
     Three attempts; the user weighs a right answer 1, low cost 1 and little time 0.5.
@@ -204,121 +179,44 @@ def rewards() -> Finding:
     )
 
 
-def pages() -> Finding:
-    """The engine holds one page for each different prefix (block_manager.py, scheduler.py)."""
-    walk = group()
-    size = walk.engine.blocks.page_size
-    wrong = []
-    for step in walk.steps:
-        prefixes, part_filled = set(), 0
-        for attempt, computed in zip(walk.attempts, step["computed"], strict=True):
-            for end in range(size, computed + 1, size):
-                prefixes.add(tuple(attempt.ids[:end]))
-            part_filled += computed % size > 0
-        if len(prefixes) + part_filled != step["held"]:
-            wrong.append(step["step"])
-    tokens = sum(step["tokens"] for step in walk.steps)
-    turns = [turn for attempt in walk.attempts for turn in attempt.turns]
-    most = max(walk.steps, key=lambda step: step["held"])
-    unshared = sum(len(table) for table in most["tables"])
-    return Finding(
-        f"{len(walk.steps)} steps; at most {most['held']} pages (unshared {unshared}); {tokens} "
-        f"tokens computed, where each turn by itself takes {sum(turn.end for turn in turns)}",
-        "the set of prefixes of the attempts' ids" + f"; {len(wrong)} steps differ" * bool(wrong),
-        not wrong,
-    )
+def page() -> Finding:
+    """A page holds the keys of its tokens, and all attempts read the same one (block_manager.py).
 
-
-def grpo_step() -> Finding:
-    """The gradient of the loss (train.py's policy_loss, packing.py) is a difference quotient.
-
-    One weight is moved by +-1e-4, and the loss -sum A exp(log p - log p_old) / N is computed anew
-    with the plain decoder: every attempt by itself, in float64, without packing.
+    Eight attempts at one prompt are sampled until each has 24 ids whose keys are stored.
     """
-    walk = group()
-    temperature, layer = walk.config.rollout.temperature, 2
-    (batch,) = walk.trainer.micro_batches([walk.group])
-    logprobs, entropy = walk.trainer.logprobs(walk.trainer.hidden(batch), batch, temperature)
-    count = len(batch.targets)
-    loss, _ = policy_loss(logprobs, entropy, None, batch, OBJECTIVES["grpo"], count)
-    (gradient,) = torch.autograd.grad(loss, walk.model.layers[layer].down_proj.weight)
-    place = divmod(int(gradient.abs().argmax()), gradient.shape[1])
+    model, tokenizer = load_model(str(NANO))
+    prompt = prompt_ids(tokenizer)
+    engine = Engine(model, tokenizer, num_pages=256)
+    attempts = []
+    for seed in range(ATTEMPTS):
+        params = SamplingParams(max_tokens=60, temperature=0.7, seed=seed)
+        attempts.append(engine.submit(prompt, params).sequence)
+    while min(attempt.num_computed for attempt in attempts) < len(prompt) + 24:
+        engine.step()
 
-    weights = plain_weights(BASE)
-    moved = weights[f"model.layers.{layer}.mlp.down_proj.weight"]
-    losses = []
-    for change in (1e-4, -2e-4):
-        moved[place] += change
-        total = 0.0
-        for attempt in walk.attempts:
-            plain = plain_logprobs(weights, attempt.ids, 1, temperature)
-            ratio = (plain - torch.tensor(attempt.logprobs[1:], dtype=torch.float64)).exp()
-            total -= attempt.advantage * float(ratio[torch.tensor(attempt.sampled[1:])].sum())
-        losses.append(total / count)
-    quotient = (losses[0] - losses[1]) / 2e-4
-    found = float(gradient[place])
+    size = engine.blocks.page_size
+    weights, gaps = plain_weights(), []
+    held, prefixes, part_filled = set(), set(), 0
+    for attempt in attempts:
+        _, keys = plain_decoder(weights, attempt.ids)
+        for number in range(attempt.num_computed // size):
+            tokens = slice(number * size, (number + 1) * size)
+            stored = engine.runner.kv_cache[0, :, attempt.block_table[number]]
+            gaps.append(largest_gap(keys[:, :, tokens], stored))
+            prefixes.add(tuple(attempt.ids[: tokens.stop]))
+        held |= set(attempt.block_table)
+        part_filled += attempt.num_computed % size > 0
+    unshared = sum(len(attempt.block_table) for attempt in attempts)
+    different = len(prefixes) + part_filled
     return Finding(
-        f"d loss / d layers.{layer}.down_proj[{place[0]}, {place[1]}] = {found:.4e}",
-        f"the difference quotient of the plain loss, {quotient:.4e}",
-        abs(found - quotient) < 1e-3 * abs(quotient),
+        f"{len(held)} pages held (unshared {unshared}); largest difference of a key "
+        f"{max(gaps):.1e}",
+        f"plain_decoder's keys; {different} different prefixes of the attempts' ids",
+        max(gaps) < ROUNDING and len(held) == different,
     )
 
 
-def serving() -> Finding:
-    """A server (serve.py --http) answers a plain HTTP client with the decoder's log-probabilities.
-
-    It is started as a process of its own, on a free port, and ended by SIGTERM.
-    """
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, str(ROOT / "serve.py"), "--http", "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    prompt = prompt_ids()
-    body = {"model": "nano", "prompt": prompt, "max_tokens": 40, "temperature": HOT, "seed": 7}
-    body |= {"logprobs": 1, "return_token_ids": True}
-    try:
-        answer = post(server, port, "/v1/completions", body)
-    finally:
-        server.terminate()
-        try:
-            status = server.wait(60)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            status = server.wait()
-    (choice,) = answer["choices"]
-    ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    plain = plain_logprobs(plain_weights(NANO), prompt + ids, len(prompt), HOT)
-    gap = float((plain - torch.tensor(logprobs, dtype=torch.float64)).abs().max())
-    return Finding(
-        f"{len(ids)} tokens by HTTP; largest difference {gap:.1e} nats; exit status {status}",
-        "plain_logits on the ids that came back",
-        gap < ROUNDING and answer["usage"]["prompt_tokens"] == len(prompt) and status == 0,
-    )
-
-
-def post(server: subprocess.Popen, port: int, path: str, body: dict) -> dict:
-    """Returns the JSON that a server answers, as soon as it listens. UserError if it never does."""
-    end = time.monotonic() + START_S
-    while True:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        try:
-            client.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-            response = client.getresponse()
-            text = response.read().decode()
-            require(response.status == 200, f"POST {path}: status {response.status}: {text[:200]}")
-            return json.loads(text)
-        except ConnectionRefusedError:
-            require(server.poll() is None, f"serve.py ended with status {server.poll()}")
-            require(time.monotonic() < end, f"port {port}: no server listens after {START_S} s")
-            time.sleep(0.2)
-        finally:
-            client.close()
-
-
-CHECKS: list[Callable[[], Finding]] = [decoder, loop, rewards, pages, grpo_step, serving]
+CHECKS: list[Callable[[], Finding]] = [decoder, advantage, page]
 
 
 @command("docs/walk.py")
