@@ -74,7 +74,6 @@ from nanorchestra.training.distributed import (
 from nanorchestra.training.objectives import Objective, bounded_exp, objective_of
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.options import parse
-from nanorchestra.training.overlap import in_background
 from nanorchestra.training.packing import (
     Group,
     MicroBatch,
@@ -95,7 +94,6 @@ from nanorchestra.training.run import Laps, TrainingRun
 from nanorchestra.training.samples import (
     as_group,
     gave_answer,
-    mean_staleness,
     record_logprobs,
     rewritten_share,
 )
@@ -147,8 +145,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     rollout_ranks = ranks.new_group(rollout_timeout_s(config))
 
     demonstrations = Demonstrations(config, world, tokenizer, run.say)
-    # A checkpoint may hold attempts of the next step, which were played ahead.
-    attempts_ahead = run.restore_or_begin(trainer, engine)
+    run.restore_or_begin(trainer, engine)
     progress = run.progress
     publish(config, model, engine, dtype)
 
@@ -194,16 +191,8 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         step = progress.step
         laps = Laps()
 
-        # Rollout: grpo.group_size attempts at each of grpo.prompts tasks. With rollout.staleness
-        # the next step's are played during this step's update, by the weights before it.
-        attempts = attempts_ahead
-        if attempts is None:
-            attempts = play_step(run, world, player, rollout_ranks, bill, step)
-        playing = None
-        if rollout.staleness and step + 1 < grpo.steps:
-            playing = in_background(
-                ranks.device, play_step, run, world, player, rollout_ranks, bill, step + 1
-            )
+        # Rollout: grpo.group_size attempts at each of grpo.prompts tasks.
+        attempts = play_step(run, world, player, rollout_ranks, bill, step)
         laps.end("rollout")
 
         # Rewards and advantages, group by group.
@@ -273,9 +262,6 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
         # Publish: the engine samples the next attempts from the new weights. Without an update
         # too, so that no KV pages are cached, as in a resumed run.
-        attempts_ahead = playing.result() if playing else None
-        laps.end("wait")
-        version_before = engine.weight_version  # of the weights that this step has updated
         publish(config, model, engine, dtype)
         laps.end("weights")
 
@@ -286,14 +272,13 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             "tokens_per_s": attempts.tokens_per_s,
             "filtered": {why: count / len(attempts.tasks) for why, count in left_out.items()},
             "retried": attempts.repeated,
-            "staleness": mean_staleness(trained, version_before),
             "rewritten": rewritten_share(attempts.trajectories),
             "bill_usd": bill.total(ranks),
         }
         update = merge_updates(updates)
         run.record_first_group(attempts, skipped=update.get("skipped") == 1)
         run.record_step(row, update, laps.seconds)
-        if run.checkpoint_or_stop(grpo.steps, attempts_ahead):
+        if run.checkpoint_or_stop(grpo.steps):
             return False
 
     # ---- Results
@@ -358,7 +343,6 @@ def play_step(
         bill=bill,
         together=grpo.group_size,
     )
-    # Here, so that no checkpoint keeps such attempts: a resumed run plays them again.
     require_most_worked(attempts.trajectories, step)
     return attempts
 
@@ -583,8 +567,6 @@ def main(arguments: list[str]) -> int:
             finished = train(run, sandbox)
         except Exception:
             run.discard_if_unused()  # frees the name for a corrected command
-            if ranks.world_size == 1:
-                run.checkpoints.wait()  # the process may end at once, beside a rollout
             raise
         run.close(finished)
         ranks.close()

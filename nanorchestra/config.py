@@ -196,11 +196,6 @@ class RolloutSection:
     context: Literal["append", "rebuild"] = setting(
         "append", "one growing session, or a prompt composed anew each turn"
     )
-    staleness: int = setting(
-        0,
-        "updates between the weights that sample and those that are updated; 1: the next step is "
-        "sampled during the update, which needs importance_cap",
-    )
 
 
 @dataclass(frozen=True)

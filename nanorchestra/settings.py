@@ -118,18 +118,8 @@ def _check_together(config):
         "warm_start.trajectories is set, and warm_start.steps is 0; it must be 1 or more",
     )
     require(
-        rollout.staleness <= 1,
-        f"rollout.staleness is {rollout.staleness}; it must be 0, or 1: sampling and update of one "
-        "process take turns with the weights",
-    )
-    require(
         cap >= 1 or cap == 0,
         f"grpo.importance_cap is {cap}; it must be at least 1, or 0 for no such weight",
-    )
-    require(
-        cap or not rollout.staleness,
-        "grpo.importance_cap is 0; with rollout.staleness it must be at least 1 (2, say), because "
-        "attempts come from weights one update old",
     )
     if config.lora.base == "int4":
         require(

@@ -63,8 +63,6 @@ def test_another_objective_does_not_keep_what_the_file_chose_for_the_first():
         (["--rollout.temperature", "0"], "--rollout.temperature: 0 must be at least 0.01"),
         (["--grpo.learning_rate", "nan"], "--grpo.learning_rate: nan must be"),
         (["--grpo.importance_cap", "0.5"], "it must be at least 1, or 0 for no such weight"),
-        (["--rollout.staleness", "1"], "importance_cap is 0; with rollout.staleness"),
-        (["--rollout.staleness", "2"], "rollout.staleness is 2; it must be 0, or 1"),
         (["--grpo.objective", "gspo"], "'grpo', 'toolorchestra', 'dr_grpo', 'cispo'"),
         (["--lora.base", "int4"], "lora.rank is 0; with lora.base int4 it must be 1 or more"),
         (["--lora.base", "nf4"], "'full', 'int4'"),

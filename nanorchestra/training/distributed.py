@@ -35,7 +35,6 @@ from nanorchestra.agent.attempts import RETRIES
 from nanorchestra.config import Config
 from nanorchestra.errors import INTERRUPTED, UserError, require
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.training.overlap import running
 
 JOIN_S = 60.0  # for all ranks to reach Ranks.start
 COLLECTIVE_S = 1800.0  # of an exchange, unless its group has a time-out of its own
@@ -270,13 +269,13 @@ class RankWatch:
 def ending_together(ranks: Ranks) -> Iterator[None]:
     """Ends the process at once on an error, where an orderly end would wait forever.
 
-    That is with other ranks, which may wait in a collective, or beside a rollout's thread. The
-    other ranks are told why, and end too. A reason that several ranks have is printed once.
+    That is with other ranks, which may wait in a collective. They are told why, and end too. A
+    reason that several ranks have is printed once.
     """
     try:
         yield
     except BaseException as error:
-        if ranks.world_size == 1 and not running():
+        if ranks.world_size == 1:
             raise
         line = str(error).split("\n")[0] or type(error).__name__
         reason = line[: MOST_BYTES // 4]  # of at most 4 bytes a character

@@ -10,10 +10,8 @@ from nanorchestra.agent.attempts import Player, play
 from nanorchestra.agent.world import Split, World
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
-from nanorchestra.schemas import Json
 from nanorchestra.training.bill import Bill
 from nanorchestra.training.distributed import Ranks
-from nanorchestra.training.trajectories import from_row, to_row
 
 FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
 
@@ -35,19 +33,6 @@ class Attempts:
     def tokens_per_s(self) -> float:
         """Tokens after the prompts, per second of playing."""
         return sum(len(t.ids) - t.prompt_length for t in self.trajectories) / self.seconds
-
-    def to_notes(self) -> Json:
-        """Returns the attempts as JSON, for a checkpoint."""
-        rows = [to_row(*pair) for pair in zip(self.tasks, self.trajectories, strict=True)]
-        return {"rows": rows, "repeated": self.repeated, "seconds": self.seconds}
-
-    @classmethod
-    def from_notes(cls, notes: Json) -> Attempts:
-        """Returns the attempts of `to_notes`."""
-        pairs = [from_row(row) for row in notes["rows"]]
-        tasks = [task for task, _ in pairs]
-        trajectories = [trajectory for _, trajectory in pairs]
-        return cls(tasks, trajectories, notes["repeated"], notes["seconds"])
 
 
 def play_on_ranks(

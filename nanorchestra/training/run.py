@@ -33,7 +33,7 @@ from nanorchestra.training.costs import peak_flops
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.rollout import Attempts
 from nanorchestra.training.trainer import Trainer
-from nanorchestra.training.trajectories import check_row, to_row
+from nanorchestra.training.trajectories import to_row
 
 REPORT_EVERY = 120.0  # seconds between live reports
 SKIP_LIMIT = 3  # steps in a row without an update end the run
@@ -309,14 +309,13 @@ class TrainingRun:
 
     # Checkpoints.
 
-    def restore_or_begin(self, trainer: Trainer, engine: Engine) -> Attempts | None:
+    def restore_or_begin(self, trainer: Trainer, engine: Engine) -> None:
         """Begins the run with these parts, or continues it at its newest whole checkpoint.
 
-        Returns the attempts of the next step if they were played before the checkpoint. The number
-        of ranks may differ from that of the run so far. UserError if no checkpoint is whole.
+        The number of ranks may differ from that of the run so far. UserError if no checkpoint is
+        whole.
         """
         self.trainer, self.engine = trainer, engine
-        self._attempts_ahead: Attempts | None = None
         if self.resumed:
             notes = self.checkpoints.restore(self._prepare_for)
             if self.ranks.first:
@@ -337,7 +336,6 @@ class TrainingRun:
                 f"writing to {self.folder.path}: config.toml, metrics.jsonl, report.html, model/ "
                 "and more"
             )
-        return self._attempts_ahead
 
     def begin_grpo(self) -> None:
         """Goes from the warm start to GRPO: its optimizer, and the weights of now as reference."""
@@ -360,7 +358,7 @@ class TrainingRun:
         """Returns whether any rank was asked to stop; all ranks call it together."""
         return any(self.ranks.all_gather(self.stop.asked))
 
-    def checkpoint_or_stop(self, steps: int, attempts_ahead: Attempts | None = None) -> bool:
+    def checkpoint_or_stop(self, steps: int) -> bool:
         """Ends a step: reports and saves if it is time; returns whether to stop here.
 
         steps: of the phase, after whose last one a checkpoint is written too.
@@ -370,18 +368,17 @@ class TrainingRun:
         stopping = self.asked_to_stop()
         step = self.progress.step
         if stopping or step == steps or step % self.config.run.checkpoint_every == 0:
-            self.save(attempts_ahead)
+            self.save()
         if stopping or step == steps:
             self._bar.close()
         return stopping
 
-    def save(self, attempts_ahead: Attempts | None = None) -> None:
+    def save(self) -> None:
         """Begins a checkpoint of this moment, as `Checkpoints.save` does."""
         progress = dataclasses.replace(self.progress, seconds=self.elapsed)
         notes = {
             "progress": dataclasses.asdict(progress),
             "offsets": self.folder.offsets() if self.ranks.first else {},
-            "ahead": attempts_ahead.to_notes() if attempts_ahead else None,
             "weight_version": self.engine.weight_version,
         }
         order = int(progress.phase != "warm_start")  # names sort by age
@@ -397,12 +394,8 @@ class TrainingRun:
         check(notes, "notes", where)
         finite = math.isfinite(notes["progress"]["seconds"])
         require(finite, f"{where}: progress.seconds: expected a finite number")
-        ahead = notes["ahead"]
-        for row in ahead["rows"] if ahead else []:
-            check_row(row, f"{where}: ahead")
         try:
             self.progress = Progress(**notes["progress"])
-            self._attempts_ahead = Attempts.from_notes(ahead) if ahead else None
             self.engine.weight_version = notes["weight_version"] - 1  # the next publishing adds 1
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"

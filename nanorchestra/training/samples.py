@@ -63,16 +63,6 @@ def record_logprobs(
                 attempt.trainer_logprobs.append(next(logprobs) if in_loss else None)
 
 
-def mean_staleness(attempts: Sequence[Trajectory], version: int) -> float:
-    """Returns how many updates before `version` the sampled ids' weights are, on average."""
-    lags = []
-    for attempt in attempts:
-        for sampled, drawn_by in zip(attempt.sampled, attempt.weight_versions, strict=True):
-            if sampled:
-                lags.append(version - drawn_by)
-    return sum(lags) / len(lags) if lags else 0.0
-
-
 def rewritten_share(attempts: Sequence[Trajectory]) -> float:
     """Returns the share of turns, after the first of an attempt, with a prompt of their own.
 

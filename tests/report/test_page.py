@@ -207,7 +207,6 @@ def test_the_mismatch_of_sampler_and_trainer_and_the_reward_trained_on_are_curve
         "mismatch_kl": 2e-4,
         "mismatch_ratio": 1.0,
         "mismatch_ratio_max": 1.3,
-        "staleness": 0.5,
     }
     rows = [SCORES | shown | {"step": step, "reward_parts": {"cost": 0.1}} for step in (1, 2, 3)]
     last = {}
@@ -217,6 +216,5 @@ def test_the_mismatch_of_sampler_and_trainer_and_the_reward_trained_on_are_curve
         last[axis.get_title()] = [float(line.get_ydata()[-1]) for line in axis.lines[::2]]
     assert last["KL(sampler || trainer), nats per token"] == [2e-4]
     assert last["Probability, trainer / sampler"] == [1.0, 1.3]
-    assert last["Staleness of the sampled ids, updates"] == [0.5]
     assert last["Reward that is trained on"] == [SCORES["reward"]]
     assert last["Parts of the reward by the price list"] == [0.1]

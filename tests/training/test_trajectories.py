@@ -16,7 +16,7 @@ from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Traject
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import pack
 from nanorchestra.training.run import Progress, TrainingRun
-from nanorchestra.training.samples import as_group, mean_staleness, record_logprobs
+from nanorchestra.training.samples import as_group, record_logprobs
 from nanorchestra.training.trajectories import from_row
 from nanorchestra.training.warm_start import load_kept
 
@@ -142,8 +142,6 @@ def test_the_trainers_log_probabilities_reach_the_attempts():
     whole, turns = attempt((0, 1)), attempt((0, 1), (2, 3))
     record_logprobs([whole, turns], [[-1.5, -2.5, -0.5], [-3.0], [-3.5]])
     assert [t.trainer_logprobs for t in (whole, turns)] == [[-1.5, -2.5, -0.5], [-3.0, -3.5]]
-    assert mean_staleness([whole, turns], 5) == (2 + 1 + 1 + 2 + 1) / 5
-    assert mean_staleness([], 5) == 0.0
 
 
 def test_rows_of_another_tokenizer_and_missing_runs_are_refused(nano_tokenizer, tmp_path):
