@@ -8,7 +8,6 @@
     torchrun --nproc-per-node 8 train.py --config qwen3-8b       the same on several ranks
     python train.py --config qwen3-8b --dry-run     any run in small, on CPUs
     python train.py --config qwen3-8b --plan --gpus 8            memory and time, no training
-    python train.py --warm_start.steps 50 --warm_start.trajectories runs/nano     imitates its best
 
 `train` sets a run up and has its phases in order: warm start, evaluation, GRPO, evaluation.
 `policy_update` is one optimizer step, `policy_loss` the loss. The method is that of ToolOrchestra
@@ -144,7 +143,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     # Ranks wait for the slowest rollout, which may take hours where tools are slow.
     rollout_ranks = ranks.new_group(rollout_timeout_s(config))
 
-    demonstrations = Demonstrations(config, world, tokenizer, run.say)
+    demonstrations = Demonstrations(config, world, tokenizer)
     run.restore_or_begin(trainer, engine)
     progress = run.progress
     publish(config, model, engine, dtype)

@@ -120,9 +120,6 @@ class WarmStartSection:
     prompts: int = setting(16, "demonstrated tasks per step", least=1)
     optimizer: Literal["adamw", "muon"] = setting("muon", "optimizer of the warm start")
     learning_rate: float = setting(4e-3, "peak learning rate")
-    trajectories: str = setting(
-        "", "runs whose attempts to imitate instead of the teacher's; comma-separated"
-    )
 
 
 @dataclass(frozen=True)

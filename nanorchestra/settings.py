@@ -112,11 +112,6 @@ def _check_together(config):
     """Checks what no setting alone can tell. UserError."""
     cap, rollout = config.grpo.importance_cap, config.rollout
     context, least = rollout.context_tokens, -(-rollout.context_tokens // rollout.page_size)
-    warm_start = config.warm_start
-    require(
-        warm_start.steps or not warm_start.trajectories,
-        "warm_start.trajectories is set, and warm_start.steps is 0; it must be 1 or more",
-    )
     require(
         cap >= 1 or cap == 0,
         f"grpo.importance_cap is {cap}; it must be at least 1, or 0 for no such weight",

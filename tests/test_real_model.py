@@ -73,7 +73,7 @@ def test_an_adapter_learns_a_demonstration_and_is_saved_merged(adopted, sandbox,
     model, tokenizer = adopted
     add_adapters(model.bfloat16(), 8, 16.0, 0)
     world = open_world(TaskSection("miniature"), 0, sandbox)
-    demonstrations = Demonstrations(Config(), world, tokenizer, print)
+    demonstrations = Demonstrations(Config(), world, tokenizer)
     groups = [as_group([demonstrations._trajectory(*world.lesson(0, 1))])]
     number_samples(groups)
     trainer = Trainer(model, vocab_limit=tokenizer.vocab_size, optimizer="adamw")

@@ -49,8 +49,6 @@ SETTINGS = {
     "rollout.turns": 2,
     "rollout.turn_tokens": 64,
 }
-IMITATE = ["--model.path", str(NANO), "--run.threads", "1", "--warm_start.steps", "1"]
-IMITATE.append("--warm_start.trajectories")
 OWN = ["--task.world", str(ROOT / "examples" / "make24.py")]
 SMALL = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
 
@@ -195,7 +193,6 @@ def test_two_ranks_begin_with_one_draft(tmp_path):
         (["--model.path", "", "--run.threads", "1"], "a hub id, or draft: an untrained model"),
         (["--config", "base", "--run.threads", "1", *OWN], "draft, and nothing demonstrates"),
         (["--task.world", "nowhere", "--run.threads", "1"], "there is no world 'nowhere'"),
-        ([*IMITATE, "nowhere"], "nowhere: holds no config.toml"),
         (["--gpus", "0", "--plan"], "--gpus is 0; it must be 1 or more"),
     ],
 )

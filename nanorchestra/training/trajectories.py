@@ -80,8 +80,3 @@ def contexts(trajectory: Trajectory) -> list[tuple[int, int, int]]:
     starts = starts or {0: trajectory.prompt_length}
     ends = [*list(starts)[1:], len(trajectory.ids)]
     return [(begin, start, end) for (begin, start), end in zip(starts.items(), ends, strict=True)]
-
-
-def longest_context(trajectory: Trajectory) -> int:
-    """Returns the ids of the longest context."""
-    return max(end - begin for begin, _, end in contexts(trajectory))
