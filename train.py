@@ -249,8 +249,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
                     part,
                     objective,
                     learning_rate,
-                    temperature=rollout.temperature,
-                    context_tokens=rollout.context_tokens,
+                    rollout.temperature,
                 )
                 updates.append(update)
                 logprobs |= logprobs_of_part
@@ -351,15 +350,12 @@ def policy_update(
     groups: list[Group],
     objective: Objective,
     learning_rate: float,
-    *,
     temperature: float = 1.0,
-    context_tokens: int | None = None,
 ) -> tuple[dict[str, float], dict[int, list[float]]]:
     """Makes one optimizer step on the samples of all ranks.
 
-    All ranks call it with the same groups. temperature: the sampler's. context_tokens: the most
-    ids of a sample, which Dr. GRPO divides by. Returns the metrics, and for this rank's samples, by
-    their index, the log-probabilities before the update.
+    All ranks call it with the same groups. temperature: the sampler's. Returns the metrics, and for
+    this rank's samples, by their index, the log-probabilities before the update.
 
     Metrics are means over the ids in the loss: `entropy` in nats, the terms of `policy_loss`, and
     the mismatch between sampler and trainer (`StepMetrics.add_mismatch`). `loss` is that of the
@@ -367,9 +363,7 @@ def policy_update(
     moments then stay as they were.
     """
     ranks = trainer.ranks
-    samples = samples_in(groups)
-    count = sum(sample.count for sample in samples)  # ids in the loss, on all ranks
-    normaliser = count if objective.normaliser == "ids" else len(samples) * context_tokens
+    count = sum(sample.count for sample in samples_in(groups))  # ids in the loss, on all ranks
 
     sums, logprobs = StepMetrics(), []
     micro_batches = trainer.micro_batches(groups)  # this rank's; every rank has equally many
@@ -379,7 +373,7 @@ def policy_update(
         kl = None  # [N]
         if objective.kl_coef:
             kl = trainer.kl_to_reference(hidden, trainer_logprobs, batch, objective.kl, temperature)
-        loss, terms = policy_loss(trainer_logprobs, entropy, kl, batch, objective, normaliser)
+        loss, terms = policy_loss(trainer_logprobs, entropy, kl, batch, objective, count)
         backward(loss, trainer.model, ranks, last=batch is micro_batches[-1])
 
         sums.add("loss", loss * count)  # means are sums / count
@@ -415,15 +409,15 @@ def policy_loss(
     kl: Tensor | None,
     batch: MicroBatch,
     objective: Objective,
-    normaliser: float,
+    count: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a micro-batch's part of the loss, and terms of it for the metrics.
 
-    trainer_logprobs, entropy and kl are fp32 [N], one entry per id in the loss. The loss is a
-    scalar, with gradients into trainer_logprobs and kl; with N = 0 it is 0 and has a graph. Terms,
-    each [N]: `clip_fraction`, 1 where the clip acts (with "clip" it stops the id's gradient, with
-    "cispo" it bounds its weight; the dual clip is not counted); `kl`; and with an importance cap
-    `importance`, the weight v.
+    trainer_logprobs, entropy and kl are fp32 [N], one entry per id in the loss. count: ids in the
+    loss of the whole update. The loss is a scalar, with gradients into trainer_logprobs and kl;
+    with N = 0 it is 0 and has a graph. Terms, each [N]: `clip_fraction`, 1 where the clip stops the
+    id's gradient (the dual clip is not counted); `kl`; and with an importance cap `importance`, the
+    weight v.
     """
     advantages = batch.advantages
     if objective.min_entropy:  # an id counts where the policy chooses, not where it copies
@@ -439,18 +433,13 @@ def policy_loss(
 
     ratio = bounded_exp(trainer_logprobs - old_logprobs)  # r = pi / pi_old, [N]
     clipped_ratio = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    if objective.surrogate == "cispo":  # MiniMax-M1, equations (4) and (5): bounds the weight only
-        losses = -clipped_ratio.detach() * advantages * trainer_logprobs
-        clipped = (clipped_ratio != ratio) & (advantages != 0)
-    elif objective.surrogate == "clip":  # PPO (1707.06347), equation (7); ToolOrchestra, (4)
-        free, bounded = -advantages * ratio, -advantages * clipped_ratio
-        losses = torch.maximum(free, bounded)
-        clipped = bounded > free
-        if objective.dual_clip:  # arXiv 1912.09729, equation (5): where A < 0, at most -A dual_clip
-            beyond = (advantages < 0) & (ratio > objective.dual_clip)
-            losses = torch.where(beyond, -advantages * objective.dual_clip, losses)
-    else:
-        raise ValueError(f"there is no surrogate {objective.surrogate!r}")
+    # PPO (1707.06347), equation (7); ToolOrchestra, (4)
+    free, bounded = -advantages * ratio, -advantages * clipped_ratio
+    losses = torch.maximum(free, bounded)
+    clipped = bounded > free
+    if objective.dual_clip:  # arXiv 1912.09729, equation (5): where A < 0, at most -A dual_clip
+        beyond = (advantages < 0) & (ratio > objective.dual_clip)
+        losses = torch.where(beyond, -advantages * objective.dual_clip, losses)
 
     terms = {"clip_fraction": clipped.double()}
     if objective.importance_cap:  # truncated importance sampling (Ionides 2008)
@@ -461,7 +450,7 @@ def policy_loss(
     if kl is not None:
         terms["kl"] = kl.detach()
         losses = losses + objective.kl_coef * kl
-    return losses.sum() / normaliser, terms
+    return losses.sum() / count, terms
 
 
 def supervised_update(

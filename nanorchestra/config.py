@@ -145,7 +145,7 @@ class GrpoSection:
     learning_rate: float = setting(3e-4, "peak learning rate")
     warmup_steps: int = setting(5, "steps over which the learning rate rises to its peak")
     final_fraction: float = setting(0.1, "of the peak learning rate, at the last step")
-    objective: Literal["grpo", "toolorchestra", "dr_grpo", "cispo"] = setting(
+    objective: Literal["grpo", "toolorchestra"] = setting(
         "grpo",
         "advantage, loss and filters (docs/training.md); another one than the file's does not take "
         "the file's kl_coef, min_std and min_entropy",

@@ -29,7 +29,6 @@ def group_advantages(
     """Returns the advantage of each attempt at one task.
 
         A_i = (R_i - mean R) / (std R + 1e-6)    DeepSeekMath section 4.1.2; std over n - 1
-        A_i = R_i - mean R                       without normalise_std: Dr. GRPO equation 3
 
     plus objective.boost where it is at least 1. rewards[i] is None for an attempt that the
     infrastructure failed. An attempt is left out for the first of these reasons:
@@ -47,7 +46,6 @@ def group_advantages(
     counted = [reward for reward in rewards if reward is not None]
     mean = fmean(counted) if counted else 0.0
     std = stdev(counted) if len(counted) > 1 else 0.0
-    scale = std + EPSILON if objective.normalise_std else 1.0
 
     advantages = []
     for reward, has_answer in zip(rewards, answered, strict=True):
@@ -58,7 +56,7 @@ def group_advantages(
         elif objective.drop_invalid_format and not has_answer:
             advantages.append(Advantage(0.0, "invalid_format"))
         else:
-            value = (reward - mean) / scale
+            value = (reward - mean) / (std + EPSILON)
             if value >= 1:
                 value += objective.boost
             advantages.append(Advantage(value, None))

@@ -2,21 +2,19 @@
 
 The loss of every objective is the sum over the ids in the loss of all micro-batches and ranks
 
-    loss = sum_i (v_i L_i + kl_coef kl_i) / normaliser
+    loss = sum_i (v_i L_i + kl_coef kl_i) / ids in the loss of the whole update
 
 train.py's `policy_loss` computes it. L is the surrogate, v = min(pi_old / pi_sampler, cap) if there
-is an importance cap (else 1). The normaliser is a number of the whole update, so losses and
-gradients of micro-batches and ranks add up.
+is an importance cap (else 1). The divisor is a number of the whole update, so losses and gradients
+of micro-batches and ranks add up. GRPO's paper has a mean by attempt.
 
-| objective | advantage | L | normaliser | paper |
-|---|---|---|---|---|
-| grpo | (R - mean) / std | clip | ids (the paper: a mean by attempt) | arXiv 2402.03300 |
-| toolorchestra | as grpo, +0.1 from 1 on | clip, dual clip | ids | arXiv 2511.21689 |
-| dr_grpo | R - mean | clip | samples x context_tokens | arXiv 2503.20783 |
-| cispo | as grpo | cispo | ids | arXiv 2506.13585 |
+| objective | advantage | L | paper |
+|---|---|---|---|
+| grpo | (R - mean) / std | clip | arXiv 2402.03300 |
+| toolorchestra | as grpo, +0.1 from 1 on | clip, dual clip | arXiv 2511.21689 |
 
 The upper bound of the clip, 0.28, is that of ToolOrchestra's script, which has it from DAPO (arXiv
-2503.14476). GRPO and Dr. GRPO as published have 0.2 on both sides.
+2503.14476). GRPO as published has 0.2 on both sides.
 """
 
 from dataclasses import dataclass, replace
@@ -31,10 +29,8 @@ MAX_LOG_RATIO = 20.0  # keeps exp finite, where a surrogate has no bound of its 
 
 @dataclass(frozen=True)
 class Objective:
-    """Loss, normaliser, KL term, advantages and filters of one objective."""
+    """Loss, KL term, advantages and filters of one objective."""
 
-    surrogate: Literal["clip", "cispo"] = "clip"
-    normaliser: Literal["ids", "contexts"] = "ids"
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
@@ -42,7 +38,6 @@ class Objective:
     kl_coef: float = 0.0
     kl: Literal["full", "k2"] = "full"  # exact over the vocabulary, or an estimate
     min_entropy: float = 0.0  # nats, below which an id has no part in the surrogate
-    normalise_std: bool = True
     boost: float = 0.0  # added to advantages of at least 1
     drop_invalid_format: bool = False  # leave badly formed turns and attempts out of the loss
 
@@ -50,9 +45,6 @@ class Objective:
 OBJECTIVES = {
     "grpo": Objective(),
     "toolorchestra": Objective(dual_clip=10.0, drop_invalid_format=True, kl="k2", boost=0.1),
-    "dr_grpo": Objective(normaliser="contexts", normalise_std=False, clip_high=0.2),
-    # No lower bound, as published; the upper one is that of ScaleRL (arXiv 2510.13786).
-    "cispo": Objective("cispo", clip_low=1.0, clip_high=4.0),
 }
 
 
