@@ -129,7 +129,7 @@ def endpoint_of(options: argparse.Namespace) -> Policy:
         right = f"--{option}: leave it out; a model behind a URL is given --temperature alone"
         require(getattr(options, name) is None, right)
     limited = policy.settings["tools"] != "all" or "usd" in policy.settings
-    right = "leave out basic, none and usd; here /tools and /budget do that"
+    right = "leave out basic, none and usd; here /tools and /prefer do that"
     require(not limited, f"--model {options.model}: {right}")
     if options.temperature is not None:
         policy.settings["temperature"] = options.temperature

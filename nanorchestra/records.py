@@ -9,10 +9,10 @@ import json
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from nanorchestra.errors import require
+from nanorchestra.errors import nearest, require
 from nanorchestra.schemas import SHAPES, Json, check
 
 RESULT_WORDS = 3_000  # that the policy reads of a result, if its tool states no `result_words`
@@ -96,36 +96,6 @@ ITEM = r'(?:"[^"]*"|[^\s,"]+)'
 PAIR = re.compile(rf"(\S+)=({ITEM}(?:,{ITEM})*|\S*)")  # NAME=VALUE in a line
 
 
-def words_and_vector(line: str) -> tuple[str, Json]:
-    """Returns the words of a line, and the vector that its words NAME=VALUE are.
-
-    'Be quick. latency=1 gpt-5=-0.5 never=python,"web search" usd=0.05 seconds=60' is an example.
-    """
-    vector: Json = {}
-    for name, text in PAIR.findall(line):
-        value = text
-        if name == "never":
-            value = [ban.strip(' "') for ban in re.findall(ITEM, text)]
-        else:
-            with suppress(ValueError):
-                value = json.loads(text)
-        vector[name] = stricter(name, vector.get(name), value)
-    return " ".join(PAIR.sub("", line).split()), vector
-
-
-def stricter(name: str, before: Any, value: Any) -> Any:
-    """Returns an entry of a vector that is stated twice: all bans, the lower limit, else the last.
-
-    A value of another form is returned as it is; Preference.of says what is wrong with it.
-    """
-    if name == "never" and isinstance(before, list) and isinstance(value, list):
-        return [*before, *value]
-    limits = name in ("usd", "seconds")
-    if limits and isinstance(before, int | float) and isinstance(value, int | float):
-        return min(before, value)
-    return value
-
-
 def banned(names: Collection[str], never: Collection[str]) -> str:
     """Returns the ban that one of the names falls under, "" if there is none.
 
@@ -135,13 +105,19 @@ def banned(names: Collection[str], never: Collection[str]) -> str:
     return next((ban for ban in never if _key(ban) in keys), "")
 
 
+def _lower(limit: float | None, other: float | None) -> float | None:
+    """Returns the lower of two limits; None is no limit."""
+    stated = [each for each in (limit, other) if each is not None]
+    return min(stated, default=None)
+
+
 def _key(name):
     return re.sub(r"[\s_-]+", " ", name.casefold()).strip()
 
 
 @dataclass(frozen=True)
 class Preference:
-    """What the user wants, in words for the prompt and as weights for the reward.
+    """What the user wants: words for the prompt, weights for the reward, and limits that bind.
 
     `tools` maps a tool's name to its weight: negative to avoid the tool, positive to favour it.
     The loop enforces three hard limits: names `never` to call, `usd` to spend at most, `seconds`
@@ -168,17 +144,28 @@ class Preference:
         return " ".join(filter(None, [self.text, *limits]))
 
     @classmethod
-    def of(
-        cls,
-        text: str,
-        vector: Json,
-        where: str,
-        tools: Collection[str] | None = None,
-        ban_names: Collection[str] = (),
-    ) -> Preference:
-        """Returns the preference of a text and a vector, which is at `where` for the UserError.
+    def parse(cls, line: str, where: str) -> Preference:
+        """Returns the preference of a line: its words, and what its NAME=VALUE state.
 
-        It names no others than `tools`, if these are given; "never" may also have `ban_names`.
+        'Be quick. latency=1 gpt-5=-1 never=python,"web search" usd=0.05 seconds=60' is an example.
+        UserError, which begins with `where`.
+        """
+        vector: Json = {}
+        for name, text in PAIR.findall(line):
+            if name == "never":
+                bans = [ban.strip(' "') for ban in re.findall(ITEM, text)]
+                vector[name] = [*vector.get(name, []), *bans]
+                continue
+            require(name not in vector, f"{where}: {name}= is stated twice")
+            vector[name] = text
+            with suppress(ValueError):  # what is no number is refused by its name
+                vector[name] = json.loads(text)
+        return cls.of(" ".join(PAIR.sub("", line).split()), vector, where)
+
+    @classmethod
+    def of(cls, text: str, vector: Json, where: str) -> Preference:
+        """Returns the preference of a text and a vector. UserError, which begins with `where`.
+
         Entries are the weights "outcome" (or "accuracy"), "cost", "latency" and those of tools, and
         the limits "never" (a list), "usd" and "seconds".
         """
@@ -187,22 +174,28 @@ class Preference:
         own = {
             name: given.pop(name) for name in SHAPES["preference"]["properties"] if name in given
         }
-        if tools is not None:
-            unknown = sorted({*given} - {*tools})
-            known = f"weights are outcome, cost, latency and those of {', '.join(tools)}"
-            require(not unknown, f"{where}: there is no {', '.join(unknown)}; {known}")
-            bans = own.get("never", [])
-            unknown = [name for name in bans if not banned([*tools, *ban_names], [name])]
-            known = ", ".join(dict.fromkeys([*tools, *ban_names]))
-            require(
-                not unknown, f"{where}: there is no {', '.join(unknown)} to ban; there are {known}"
-            )
         return cls(text, tools=given, **own)
 
-    @classmethod
-    def parse(cls, text: str, where: str, tools: Collection[str] | None = None) -> Preference:
-        """Returns the preference of a line of words and NAME=VALUE. UserError as that of `of`."""
-        return cls.of(*words_and_vector(text), where, tools)
+    def check_names(
+        self, where: str, tools: Collection[str], ban_names: Collection[str] = ()
+    ) -> None:
+        """Raises UserError for a weight of none of the `tools`, or a ban of none of both."""
+        unknown = sorted({*self.tools} - {*tools})
+        known = f"weights are outcome, cost, latency and those of {', '.join(tools)}"
+        require(not unknown, f"{where}: there is no {', '.join(unknown)}; {known}")
+        known = dict.fromkeys([*tools, *ban_names])
+        for name in self.never:
+            wrong = f"{where}: there is no {name} to ban; there are {', '.join(known)}"
+            require(banned(known, [name]), wrong + nearest(name, known))
+
+    def stricter(self, other: Preference) -> Preference:
+        """Returns it with the limits of another one too: of two limits the lower, and all bans."""
+        return replace(
+            self,
+            never=[*self.never, *other.never],
+            usd=_lower(self.usd, other.usd),
+            seconds=_lower(self.seconds, other.seconds),
+        )
 
     @property
     def name(self) -> str:

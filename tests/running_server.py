@@ -13,7 +13,7 @@ from scripted import EchoTool
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.engine.sampler import Draw
-from nanorchestra.records import Preference, Task
+from nanorchestra.records import Task
 from nanorchestra.serving.http import Server
 
 CALL = '<tool_call>\n{"name": "echo", "arguments": {"text": "hi"}}\n</tool_call>'
@@ -78,9 +78,9 @@ class Running:
     def __init__(self, engine, tool=None, **settings):
         self.preferences, self.data = [], {}
 
-        def environment(question, words, vector, seed):
-            self.preferences.append((words, vector))
-            preference = Preference.of(words, vector, "metadata", ["echo"])
+        def environment(question, preference, seed):
+            self.preferences.append(preference)
+            preference.check_names("metadata", ["echo"])
             task = Task("asked", question, preference, data=self.data)
             return ToolEnvironment(task, [tool or EchoTool()], lambda answer: 0.0)
 

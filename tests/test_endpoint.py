@@ -53,8 +53,8 @@ def tools(tmp_path):
 
 
 def test_a_pipe_of_questions_and_commands(endpoint, tools, monkeypatch, capsys):
-    """The second question follows the first, and the third is under a ban and a budget."""
-    lines = ["What is 6 * 7?", "And again?", "/budget usd=0.4", "And now?", "/tools python", "Hm?"]
+    """The second question follows the first, and the third is under a limit."""
+    lines = ["What is 6 * 7?", "And again?", "/prefer usd=0.4", "And now?", "/tools python", "Hm?"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     model = f"big:1b@{endpoint.url}:input=1:output=10"
     assert serve.main(["--model", model, "--tools", tools, "--temperature", "0.5"]) == 0
@@ -104,7 +104,7 @@ def test_what_the_server_refuses_is_one_line_that_says_what_mends_it(endpoint, c
     at = f"m@{endpoint.url}"
     for arguments, wrong in (
         (["--model", endpoint.url], "must be MODEL@ and a base URL"),
-        (["--model", f"{at}:none"], "/tools and /budget do that"),
+        (["--model", f"{at}:none"], "/tools and /prefer do that"),
         (["--model", f"{at}:tunrs=3"], "tunrs=3 must be basic, none, or a number of usd, turns"),
         (["--model", f"{at}:turnz=3"], "input, output; did you mean turns?"),
         (["--model", at, "--top-k", "3"], "--top-k: leave it out"),

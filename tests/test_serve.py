@@ -32,7 +32,7 @@ from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
-from nanorchestra.records import Price, ToolResult
+from nanorchestra.records import Preference, Price, ToolResult
 from nanorchestra.report.terminal import Console
 from nanorchestra.serving.http import problem_of
 from nanorchestra.training.trajectories import from_row, replay
@@ -189,39 +189,22 @@ def test_commands(talk, nano_tokenizer):
     bare = nano_tokenizer.decode(terminal.ask(LAW).ids)
     plain = f"{LAW}<|im_end|>"
     assert plain in bare, "nothing more is appended unless it was asked for"
-    terminal.handle("/prefer be cheap and avoid tool-ro-ta-vi")
-    terminal.handle("/budget usd=0.05 seconds=60")
+    terminal.handle("/prefer be cheap never=tool-ro-ta-vi usd=0.05 seconds=60")
     added = (
-        "be cheap and avoid tool-ro-ta-vi. Do not use large tool-ro-ta-vi. "
-        "Spend at most $0.05. Answer within 60 seconds."
+        "be cheap. Do not use large tool-ro-ta-vi. Spend at most $0.05. Answer within 60 seconds."
     )
-    assert f"added to a question: {added}" in out()
-    weights = (
-        "weights: low cost 1, tool-ro-ta-vi -1; never: tool-ro-ta-vi; at most $0.05; at most 60 s"
-    )
-    assert weights in out().replace("\n", " ")
-    assert out().count("nano reads the words itself") == 1
-    for line, words in (
-        ("/prefer off", "Spend"),
-        ("/prefer cost=1 latency=0.2 never=large", "Be cheap. Do not use large tool-ro-ta-vi. Sp"),
-        ("/prefer Low cost; don't use the large model", "Low cost; don't use the large model."),
-    ):
-        terminal.handle(line)
-        assert f"added to a question: {words}" in out()
-    assert out().count("nano reads the words itself") == 2
-    terminal.handle("/prefer be cheap and avoid tool-ro-ta-vi")
+    assert f"added to a question: {added}" in out().replace("\n", " ")
+    limits = "binds: never tool-ro-ta-vi, at most $0.05, at most 60 s; the words are for the model"
+    assert limits in out().replace("\n", " ")
     assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(terminal.ask(LAW).ids)
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
         ("/prefr x", "^/prefr: no such command; /help lists them; did you mean /prefer[?]$"),
-        ("/budget usd=much", "^/budget: usd is much; it must be a number above 0; write usd=0.05"),
-        ("/budget seconds=-1", "^/budget: seconds is -1; it must be a number above 0; write usd="),
-        ("/budget 5 apples", "seconds=60 or both: US dollars and seconds of an answer$"),
-        ("/budget 5 dollars", "^/budget: '5 dollars' is not a limit; write usd=0.05, seconds=60"),
+        ("/prefer usd=much", "^preference: usd: 'much' is not of type 'number'"),
+        ("/prefer seconds=-1", "^preference: seconds: -1 is less than or equal to the minimum"),
         ("/prefer banana=3", "preference: there is no banana; weights are outcome, cost"),
-        ("/prefer be cheap, never use gpt-5.", "preference: there is no 'gpt-5' to ban; there are"),
-        ("/prefer never=gpt-5", "preference: there is no gpt-5 to ban; there are tool-ro"),
-        ("/prefer tool-se-li=1", "have weights above 0; nano has learnt to avoid tools"),
+        ("/prefer never=tool-kuno", "no tool-kuno to ban; .*; did you mean tool-ku-no[?]$"),
+        ("/prefer tool-se-li=-1", "tool-se-li has a weight; nano has learnt to obey bans"),
         (f"/prefer {'sing ' * 50}", "preference: has 249 characters; nano reads 200 at most"),
         ("/tools frob", "^/tools: no 'frob'; there are tool-ro-ta-vi, tool-ku-no"),
         ("/tools tool-kuno", "did you mean tool-ku-no[?]$"),
@@ -231,18 +214,19 @@ def test_commands(talk, nano_tokenizer):
     ):
         with pytest.raises(UserError, match=problem):
             terminal.handle(line)
-    assert terminal.stated["budget"] == "usd=0.05 seconds=60", "a refused line changes nothing"
-    other, said = talk(tools=[spy()])
-    for line, told in (
-        ("/prefer never use gpt-55", "no ban: there is no tool or model 'gpt-55' here"),
-        ("/prefer answer in French", "these words set no weight, ban or limit"),
+    assert terminal.preference.usd == 0.05, "a refused line changes nothing"
+    for line, words, limits in (
+        ("cost=1 latency=0.2 never=large", "Be cheap. Do not use large ", "never tool-ro-ta-vi"),
+        ("Low cost; don't use the large model", "Low cost; don't use the", "nothing; "),
+        ("off", "nothing", "nothing\n"),
     ):
-        other.handle(line)
-        assert told in said()
-    other.handle("/prefer keep the cost low, never use spy")
-    assert "low cost 1; never: spy\n" in said() and said().count("set no weight") == 1
-    terminal.handle("/budget off")
-    terminal.handle("/prefer off")
+        terminal.handle(f"/prefer {line}")
+        assert f"added to a question: {words}" in out() and f"\nbinds: {limits}" in out()
+    other, said = talk(tools=[spy()])
+    other.handle("/prefer never use spy")
+    assert "added to a question: never use spy\nbinds: nothing; the words are for" in said()
+    other.handle("/prefer cost=1 never=spy")
+    assert "Spend as little as you can. Never call spy.\nbinds: never spy\n" in said()
     terminal.handle("/tools tool-ro-ta-vi")
     assert "added to a question: nothing\n" in out()
     last = nano_tokenizer.decode(terminal.ask(LAW).ids)
@@ -273,7 +257,7 @@ def test_what_a_limit_refused_is_said_where_it_happens_in_the_bill_and_in_the_tr
     """The page shows the same text: it is the content of the result in the stream."""
     script = think("t", "tool-ro-ta-vi"), think("t", "tool-se-li"), think("t", content="57")
     terminal, out = talk(*script)
-    terminal.handle("/budget usd=0.005")
+    terminal.handle("/prefer usd=0.005")
     terminal.handle(LAW)
     terminal.handle("/trace")
     shown = out().replace("\n" + " " * 9, " ")
@@ -675,11 +659,11 @@ def test_a_sum_outside_of_the_miniature_says_which_are_known(talk):
         terminal.handle(line)
     assert out().count(SUMS) == 3 == out().count("Three questions to copy")
     with pytest.raises(UserError) as raised:
-        terminal.world.open("hello", "", {}, 0)
+        terminal.world.open("hello", Preference(), 0)
     assert problem_of(raised.value)[1]["code"] == "outside_the_world"
     assert "MODEL@URL" in terminal.world.facts()["outside"]
     for known in re.findall(r"\d+ [*+-] \d+", SUMS):
-        assert as_task(known, "", {}).question
+        assert as_task(known, Preference()).question
 
 
 def test_a_mistake_is_one_line_and_status_2(command_line, tmp_path):

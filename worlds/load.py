@@ -9,7 +9,7 @@ from nanorchestra.agent.world import World
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
 from nanorchestra.files import read_toml
-from nanorchestra.records import words_and_vector
+from nanorchestra.records import Preference
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
@@ -21,7 +21,7 @@ from worlds.mixture import Mixture
 from worlds.toolscale import dataset
 from worlds.toolscale.small import small_world
 from worlds.user_world import load_user_world
-from worlds.wording import understood
+from worlds.wording import worded
 
 
 def open_world(
@@ -143,9 +143,7 @@ def _open(name, settings, seed, sandbox, spending) -> World:
         }
     preference = None
     if settings.preference != DRAWN:
-        text, vector = words_and_vector(settings.preference)
-        names = {*vector, *vector.get("never", ())}  # load_world knows whether they may be
-        preference = understood(text, vector, "task.preference", names, names)
+        preference = worded(Preference.parse(settings.preference, "task.preference"))
     return dataset.load_world(name, seed, dataset.Models(user, judge, models), preference)
 
 

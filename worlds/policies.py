@@ -22,7 +22,7 @@ from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.hub import is_model, names_model
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Price, Task
+from nanorchestra.records import Preference, Price, Task
 from nanorchestra.schemas import Json
 from nanorchestra.settings import load_config
 from nanorchestra.tools.roles import ROLES
@@ -97,14 +97,8 @@ class Policy:
         if EXPERT not in names or EXPERT in removed:
             message = env.messages[0]
             message["content"] = message["content"].replace(HAND_OVER, "")
-        limits = [self.settings.get("usd"), task.preference.usd]
-        limits = [usd for usd in limits if usd is not None]
-        preference = replace(
-            task.preference,
-            usd=min(limits, default=None),
-            never=[*task.preference.never, *removed],
-        )
-        env.task = replace(task, preference=preference)
+        limits = Preference(usd=self.settings.get("usd"), never=removed)
+        env.task = replace(task, preference=task.preference.stricter(limits))
         return env
 
 

@@ -27,13 +27,13 @@ from nanorchestra.agent.world import Split
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
-from nanorchestra.records import Bounds, Preference, Task, ToolCall, words_and_vector
-from nanorchestra.schemas import SHAPES, Json, argument_error, check, whole_characters
+from nanorchestra.records import Bounds, Preference, Task, ToolCall
+from nanorchestra.schemas import Json, argument_error, check, whole_characters
 from nanorchestra.tools.allowance import Allowance, all_ban_names
 from nanorchestra.tools.models import ExpertTool
 from worlds import catalogue, preferences
 from worlds.judge import grade
-from worlds.wording import understood
+from worlds.wording import worded
 
 PREFIX = "questions:"
 NAMES = {  # of a row's fields in public data sets
@@ -54,17 +54,16 @@ READ = 1500  # tokens that an expert reads in a usual call, for the bounds of a 
 
 @dataclass(frozen=True)
 class QuestionRow:
-    """One question. `stated` is its preference as the row has it, a text and a vector.
+    """One question. `preference` is in the names of the catalogue; None: the world's.
 
-    `preference` is that in the names of the catalogue; None: the world's. `calls` demonstrate the
-    way to the answer: a tool of the catalogue, its arguments, and a thought before them.
+    `calls` demonstrate the way to the answer: a tool of the catalogue, its arguments, and a thought
+    before them.
     """
 
     id: str
     question: str
     answer: str
     kind: str
-    stated: tuple[str, Json] | None = None
     preference: Preference | None = None
     calls: Sequence[Json] = ()
 
@@ -245,10 +244,9 @@ def load_world(
     names, ban_names = catalogue.names_of(tools), all_ban_names(tools)
     preference = None
     if settings.preference != DRAWN:
-        text, vector = words_and_vector(settings.preference)
-        preference = understood(text, vector, "task.preference", names, ban_names)
+        preference = worded(Preference.parse(settings.preference, "task.preference"))
+        preference.check_names("task.preference", names, ban_names)
     splits = {"train": [], HELD_OUT: []}
-    weighed = {*SHAPES["preference"]["properties"], *names}
     strangers = Counter()
     by_name, untaught = {tool.name: tool for tool in tools}, Counter()
     for row in load_rows(file):
@@ -257,12 +255,12 @@ def load_world(
         if lacking := [call["tool"] for call in row.calls if call["tool"] not in by_name]:
             untaught.update(set(lacking))
             row = replace(row, calls=())
-        if row.stated is not None:
-            text, vector = row.stated
-            strangers.update(vector.keys() - weighed)
-            known = {name: weight for name, weight in vector.items() if name in weighed}
-            where = f"{file}: question {row.id}"
-            row = replace(row, preference=understood(text, known, where, names, ban_names))
+        if row.preference is not None:
+            weights = row.preference.tools
+            strangers.update(weights.keys() - {*names})
+            known = {name: weight for name, weight in weights.items() if name in names}
+            row = replace(row, preference=worded(replace(row.preference, tools=known)))
+            row.preference.check_names(f"{file}: question {row.id}", names, ban_names)
         digest = hashlib.sha256(row.question.encode()).digest()
         splits["train" if int.from_bytes(digest[:4]) % EVERY else HELD_OUT].append(row)
     count = sum(map(len, splits.values()))
@@ -315,13 +313,12 @@ def _row(value, file, number):
     require("image" not in known, f"{where}: the question has an image, which no tool can see")
     check(known, "question", where)
     text, vector = known.get("preference", ""), known.get("vector", {})
-    if vector or text:
-        Preference.of(text, vector, where)  # checks it
+    preference = Preference.of(text, vector, where) if vector or text else None
     return QuestionRow(
         id=str(known.get("id", number)),
         question=whole_characters(known["question"]).strip(),
         answer=whole_characters(str(known["answer"])).strip(),
         kind=str(known.get("kind", file.stem)),
-        stated=(text, vector) if vector or text else None,
+        preference=preference,
         calls=known.get("calls", ()),
     )

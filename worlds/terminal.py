@@ -5,7 +5,6 @@ It takes any question, with the tools of a catalogue, or those of the miniature.
 
 import itertools
 import json
-import math
 import re
 import sys
 import time
@@ -21,7 +20,7 @@ from nanorchestra.agent.transcript import Transcript
 from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import append_line, read_json_lines
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.records import Task, Trajectory, words_and_vector
+from nanorchestra.records import Preference, Task, Trajectory
 from nanorchestra.report.run import number
 from nanorchestra.report.terminal import Console, counted, footer
 from nanorchestra.report.trace import tree
@@ -32,13 +31,12 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
-from worlds.bans import unknown_ban
 from worlds.catalogue import names_of, reached
 from worlds.load import knows_only_miniature
 from worlds.miniature.ask import EXAMPLES, LINE_UP, OutsideError, as_task
 from worlds.miniature.offers import is_expert
 from worlds.miniature.world import Miniature
-from worlds.wording import described, understood, weights_in
+from worlds.wording import worded
 
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 SEARCH = "Finds passages of documents for a query of a few words."
@@ -60,11 +58,6 @@ STRANGE = (
     "this model knows only the miniature: it cannot use other tools. Leave out --tools and "
     "--index, or give another --model (docs/models.md)"
 )
-NO_WEIGHT = (
-    "these words set no weight, ban or limit; the model reads them as they stand. Words that do: "
-    "be cheap, be fast, be right, never use NAME; /budget sets limits"
-)
-NANO_READS = "nano reads the words itself: its thought begins with what it has read"
 NO_EXPERT = "all experts are off: the model has learnt with one on offer, and fails without one"
 
 
@@ -94,10 +87,10 @@ class OpenQuestions:
         facts = {"about": about, "examples": self.examples, "tools": tools}
         return facts | ({"outside": self.outside} if self.outside else {})
 
-    def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
-        """Returns an attempt under a preference, in words and as a vector. UserError."""
-        names, ban_names = names_of(self.tools), all_ban_names(self.tools)
-        preference = understood(text, vector, "preference", names, ban_names)
+    def open(self, question: str, preference: Preference, seed: int) -> ToolEnvironment:
+        """Returns an attempt under a preference. UserError if it names nothing that is there."""
+        preference.check_names("preference", names_of(self.tools), all_ban_names(self.tools))
+        preference = worded(preference)
         never = [*preference.never, *reached(preference.never, self.tools)]
         preference = replace(preference, never=list(dict.fromkeys(never)))
         tools = [tool for tool in self.tools if tool.name not in self.off]
@@ -132,7 +125,7 @@ class MiniatureQuestions(OpenQuestions):
         self.off = set()
         by_name = {}
         for example in EXAMPLES:
-            by_name |= self.open(example, "", {}, 0).by_name
+            by_name |= self.open(example, Preference(), 0).by_name
         self.tools = list(by_name.values())
 
     @property
@@ -140,13 +133,13 @@ class MiniatureQuestions(OpenQuestions):
         """Whether every expert is off."""
         return {offer["name"] for offer in LINE_UP if is_expert(offer)} <= self.off
 
-    def open(self, question: str, text: str, vector: Json, seed: int) -> ToolEnvironment:
-        """Returns an attempt under a preference, which nano reads as it is typed.
+    def open(self, question: str, preference: Preference, seed: int) -> ToolEnvironment:
+        """Returns an attempt under a preference, whose words nano reads as they are typed.
 
         UserError outside this world, OutsideError if it is the question.
         """
         try:
-            task = as_task(question, text, vector)
+            task = as_task(question, preference)
         except OutsideError:
             if not SUM.search(question):
                 raise
@@ -200,14 +193,10 @@ class Terminal:
         self.status = 0
         self.seeds = itertools.count(self.seed)
         self.examples = itertools.cycle(self.world.examples)
-        self.stated = {"preference": "", "budget": ""}
+        self.preference = Preference()
         self.total = Counter()
         self.last: Json = {}
         self.transcript = Transcript(self.rollout.tokenizer)
-
-    def _open(self, question, stated, seed) -> ToolEnvironment:
-        words, vector = words_and_vector(" ".join(stated.values()))
-        return self.world.open(question, words, vector, seed)
 
     def handle(self, line: str) -> None:
         """Handles what was typed; UserError if nothing can be done with it."""
@@ -237,7 +226,7 @@ class Terminal:
         console = self.console
         seed = next(self.seeds)
         start = time.monotonic()
-        env = self._open(question, self.stated, seed)
+        env = self.world.open(question, self.preference, seed)
         task = env.task
         console.trajectory = None
         if not self.at_prompt:
@@ -303,35 +292,17 @@ class Terminal:
             return f"{limits.failed_turns} turns in a row failed"
         return "the model wrote nothing" if t.status == "answered" else t.status
 
-    def do_prefer(self, text: str, name: str = "preference") -> None:
-        """TEXT says what matters: be cheap, avoid NAME; "off" clears it."""
-        stated = self.stated | ({name: "" if text == "off" else text} if text else {})
-        preference = self._open(self.world.examples[0], stated, 0).task.preference
-        self.stated = stated
-        self.console.line(f"added to a question: {preference.words or 'nothing'}")
-        self.console.line(described(preference))
-        words, vector = words_and_vector(text)
-        unknown = unknown_ban(words, all_ban_names(self.world.tools))
-        if self.world.alone:
-            if words not in ("", "off"):
-                self.console.line(NANO_READS)
-        elif unknown:
-            self.console.line(f"no ban: there is no tool or model {unknown!r} here")
-        elif words not in ("", "off") and not (weights_in(words) or vector or preference.never):
-            self.console.line(NO_WEIGHT)
-
-    def do_budget(self, text: str) -> None:
-        """usd=0.05 seconds=60 are limits of an answer; "off" clears them."""
-        words, vector = words_and_vector(text)
-        right = "write usd=0.05, seconds=60 or both: US dollars and seconds of an answer"
-        require(
-            text in ("", "off") or not words and {*vector} <= {"usd", "seconds"},
-            f"/budget: {text!r} is not a limit; {right}",
-        )
-        for limit, value in vector.items():
-            number = isinstance(value, int | float) and 0 < value < math.inf
-            require(number, f"/budget: {limit} is {value}; it must be a number above 0; {right}")
-        self.do_prefer(text, "budget")
+    def do_prefer(self, text: str) -> None:
+        """TEXT tells the model what matters; usd=0.05 seconds=60 never=NAME bind; "off" clears."""
+        preference = self.preference
+        if text:
+            preference = Preference.parse("" if text == "off" else text, "preference")
+        env = self.world.open(self.world.examples[0], preference, 0)
+        self.preference = preference
+        asked = env.task.preference
+        self.console.line(f"added to a question: {asked.words or 'nothing'}")
+        words = "; the words are for the model" if preference.text else ""
+        self.console.line(f"binds: {binding(asked)}{words}")
 
     def do_tools(self, text: str) -> None:
         """What may be called, and its price; NAME switches one off, or on again."""
@@ -419,6 +390,16 @@ def show_again(path: Path, tokenizer: Tokenizer) -> None:
 
 
 COMMANDS = ["/" + name[3:] for name in vars(Terminal) if name.startswith("do_")]
+
+
+def binding(preference: Preference) -> str:
+    """Returns the limits of a preference in words: "never gpt-5, at most $0.05", or "nothing"."""
+    limits = [f"never {' or '.join(preference.never)}"] if preference.never else []
+    if preference.usd is not None:
+        limits.append(f"at most ${preference.usd:g}")
+    if preference.seconds is not None:
+        limits.append(f"at most {preference.seconds:g} s")
+    return ", ".join(limits) or "nothing"
 
 
 def price(tool: Tool) -> str:

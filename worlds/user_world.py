@@ -24,10 +24,10 @@ from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.world import Split
 from nanorchestra.errors import UserError, WorldError, require
 from nanorchestra.files import import_file
-from nanorchestra.records import Bounds, Preference, Task, words_and_vector
+from nanorchestra.records import Bounds, Preference, Task
 from nanorchestra.tools.functions import FunctionTool, is_within, tool
 from worlds.judge import grade
-from worlds.wording import understood
+from worlds.wording import worded
 
 RESERVED = ("reset", "reward")  # methods that are no tools
 KEYS = {"question", "preference", "kind"}  # of a dictionary that reset returns, all text,
@@ -52,11 +52,9 @@ class UserWorld:
         instance, stated = self._begun(seed)
         tools = self._tools(instance)
         names = [each.name for each in tools]
-        text, vector = words_and_vector(stated.get("preference", ""))
         where = f"{self.name}: {self.kind.__name__}.reset: preference"
-        preference = Preference()
-        if text or vector:
-            preference = understood(text, vector, where, names, names)
+        preference = worded(Preference.parse(stated.get("preference", ""), where))
+        preference.check_names(where, names)
         usd, seconds = stated.get(BOUNDS, (0.0, 0.0))
         bounds = Bounds((0.0, usd), (0.0, seconds))
         require(

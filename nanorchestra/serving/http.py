@@ -139,12 +139,12 @@ class Server(uvicorn.Server):
 
     A model without Qwen3's markers is served alone; of a model behind an endpoint only the rollout.
 
-    make_environment(question, words, vector, seed): the environment of an attempt, with the user's
-    preference in words and as a vector. defaults: parameters where a body has none. host: where it
-    listens. key: "" to serve every client. more(server, read): one more route, whose bodies
-    `read` reads, and the lifespan that it needs. about: what the page says of NAME+tools, as
-    `OpenQuestions.facts` returns it. needs_tools: the model knows only tasks with tools, so that a
-    chat of NAME without any is refused. record: is called with each attempt that has ended.
+    make_environment(question, preference, seed): the environment of an attempt. defaults:
+    parameters where a body has none. host: where it listens. key: "" to serve every client.
+    more(server, read): one more route, whose bodies `read` reads, and the lifespan that it needs.
+    about: what the page says of NAME+tools, as `OpenQuestions.facts` returns it. needs_tools: the
+    model knows only tasks with tools, so that a chat of NAME without any is refused. record: is
+    called with each attempt that has ended.
     """
 
     def __init__(

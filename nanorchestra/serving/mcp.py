@@ -104,7 +104,7 @@ def tool_server(
 ) -> Server:
     """Returns a server of MCP with one tool, which plays an attempt of `rollout` for each call.
 
-    make(question, words, vector, seed): the environment of an attempt. `name` is the model's, and
+    make(question, preference, seed): the environment of an attempt. `name` is the model's, and
     `about` says what may be asked.
     """
     description = (

@@ -14,14 +14,7 @@ from nanorchestra.agent.environment import Environment, PreparedCall, refused_ca
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.sequence import Completion, OnToken, SamplingParams
 from nanorchestra.errors import UserError, require
-from nanorchestra.records import (
-    Price,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    stricter,
-    words_and_vector,
-)
+from nanorchestra.records import Preference, Price, ToolCall, ToolResult, Trajectory
 from nanorchestra.schemas import Json, argument_error, check
 from nanorchestra.serving.protocol import (
     OPENAPI,
@@ -34,8 +27,7 @@ from nanorchestra.serving.protocol import (
 from nanorchestra.serving.service import REQUEST_S, Service
 from nanorchestra.tools.allowance import Allowance, RefusedError
 
-# Of a question, a preference in words and as a vector, and a seed.
-MakeEnvironment = Callable[[str, str, Json, int], Environment]
+MakeEnvironment = Callable[[str, Preference, int], Environment]  # of a question, and a seed
 MOST_CHARACTERS = 2_000  # of the words of a preference
 KEEP_S = 5.0  # without a chunk, after which `nothing_yet` is one
 MOST_WAITING = 512  # calls of clients' tools that attempts wait for
@@ -57,8 +49,7 @@ async def orchestrated(
         attempt = _resumed(service, body["messages"])
     else:
         seed = body.get("seed", secrets.randbits(62))
-        words, vector = preference_of(body.get("metadata") or {})
-        env = make(last["content"], words, vector, seed)
+        env = make(last["content"], preference_of(body.get("metadata") or {}), seed)
         if not env.task.data:  # a world's task stands alone
             require("too_long" not in body, body.get("too_long", ""))
             env.messages[:0] = before
@@ -274,8 +265,8 @@ def offer_to_client(
     env.prepare = prepared
 
 
-def preference_of(metadata: Json) -> tuple[str, Json]:
-    """Returns the words and the vector of the preference in a request's metadata.
+def preference_of(metadata: Json) -> Preference:
+    """Returns the preference in a request's metadata.
 
     `preference` is a line as in the terminal, or a JSON object of weights and limits whose "text"
     are the words; `usd`, `seconds` and `never` are limits beside it. OpenAI's clients send values
@@ -294,27 +285,32 @@ def preference_of(metadata: Json) -> tuple[str, Json]:
                 value = json.loads(value)
             except (ValueError, RecursionError):
                 raise UserError(f"metadata.{name}: {value[:80]!r} is not JSON") from None
-        if value is not None:
-            fields[name] = value
-    words, vector = "", fields.pop("preference", {})
-    if isinstance(vector, str):
-        words, vector = words_and_vector(vector)
-    require(isinstance(vector, dict), "metadata.preference: must be a text or an object")
-    vector = dict(vector)
-    words = vector.pop("text", words)
-    require(isinstance(words, str), "metadata.preference.text: must be a text")
-    require(
-        len(words) <= MOST_CHARACTERS,
-        f"metadata.preference.text: has {len(words):,} characters; {MOST_CHARACTERS:,} at most",
-    )
-    for name, value in fields.items():
-        if isinstance(value, str) and name == "never":
+        elif isinstance(value, str) and name == "never":
             value = [ban.strip() for ban in value.split(",")]
-        elif isinstance(value, str):
+        elif isinstance(value, str) and name != "preference":
             with suppress(ValueError):  # what is no number is refused by its name
                 value = json.loads(value)
-        vector[name] = stricter(name, vector.get(name), value)
-    return words, vector
+        if value is not None:
+            fields[name] = value
+    stated = fields.pop("preference", "")
+    limits = Preference.of("", fields, "metadata")
+    if isinstance(stated, str):
+        _check_text(stated)
+        return Preference.parse(stated, "metadata").stricter(limits)
+    require(isinstance(stated, dict), "metadata.preference: must be a text or an object")
+    vector = dict(stated)
+    text = vector.pop("text", "")
+    _check_text(text)
+    return Preference.of(text, vector, "metadata").stricter(limits)
+
+
+def _check_text(text) -> None:
+    """Raises UserError unless the words of a preference are a text of MOST_CHARACTERS at most."""
+    require(isinstance(text, str), "metadata.preference.text: must be a text")
+    require(
+        len(text) <= MOST_CHARACTERS,
+        f"metadata.preference.text: has {len(text):,} characters; {MOST_CHARACTERS:,} at most",
+    )
 
 
 def _chunk(delta, reason=None, **extension):

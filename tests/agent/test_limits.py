@@ -10,7 +10,7 @@ from scripted import ANSWER, EchoTool, call, echoing, play
 
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
-from nanorchestra.records import Preference, ToolResult, words_and_vector
+from nanorchestra.records import Preference, ToolResult
 
 TWO = call("a").replace("<|im_end|>", "") + "\n" + call("b").split("\n\n")[1]
 
@@ -90,13 +90,26 @@ def test_a_preference_is_a_line_of_words_and_a_vector():
 
 
 def test_what_is_stated_twice_holds_in_its_stricter_form():
-    words, vector = words_and_vector("Be quick. never=a usd=0.5 never=b,c usd=2 seconds=9 cost=1")
-    assert words == "Be quick."
-    assert vector == {"never": ["a", "b", "c"], "usd": 0.5, "seconds": 9, "cost": 1}
-    listed = 'latency=1 never=python,"web search",a-b usd=2 Be quick.'
-    vector = {"latency": 1, "never": ["python", "web search", "a-b"], "usd": 2}
-    assert words_and_vector(listed) == ("Be quick.", vector)
-    assert words_and_vector('never="a b"') == ("", {"never": ["a b"]})
+    line = 'Be quick. never=a usd=2 never=python,"web search",b-c cost=1'
+    wish = Preference.parse(line, "it")
+    assert (wish.text, wish.cost, wish.usd) == ("Be quick.", 1, 2)
+    assert wish.never == ["a", "python", "web search", "b-c"]
+    stricter = wish.stricter(Preference("Slow.", never=["d"], usd=0.5, seconds=9))
+    assert stricter == replace(wish, never=[*wish.never, "d"], usd=0.5, seconds=9)
+    assert wish.stricter(Preference(usd=3)) == wish
+    with pytest.raises(UserError, match="it: usd= is stated twice"):
+        Preference.parse("usd=1 usd=2", "it")
+
+
+def test_a_name_that_is_not_there_is_one_line_with_the_nearest():
+    for line, problem in (
+        ("banana=3", "there is no banana; weights are outcome, cost, latency and those of a, b"),
+        ("never=gtp-5", "no gtp-5 to ban; there are a, b, gpt-5; did you mean gpt-5[?]$"),
+        ("gpt-5=-1", "it: there is no gpt-5; weights"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            Preference.parse(line, "it").check_names("it", ["a", "b"], ["gpt-5"])
+    Preference.parse('never="GPT 5",a', "it").check_names("it", ["a", "b"], ["gpt-5"])
 
 
 def test_an_orchestrator_without_a_limit_of_dollars_is_waited_for(nano_tokenizer):

@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+from nanorchestra.records import Preference
+
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 ARGS = ["--no-sandbox", "--disable-gpu"]
 EVIL = '<img src=x onerror="window.hit=1"><script>window.hit=1</script>'
@@ -109,7 +111,7 @@ def test_a_conversation(running, browser, problems):
     message.press("Enter")
     refused = replies(page, 2).nth(1)
     assert refused.locator(".refusal").inner_text() == "the user forbids echo"
-    assert running.preferences[-1] == ("", {"usd": 0.5, "never": ["echo"]})
+    assert running.preferences[-1] == Preference(usd=0.5, never=["echo"])
     user = page.locator(".user").nth(1).inner_text()
     assert user == "<b>please</b> !ask\n\nat most $0.5; without echo"  # text, not markup
 

@@ -20,7 +20,7 @@ from running_server import Running, wait
 from scripted import EchoTool
 
 import serve
-from nanorchestra.records import ToolResult
+from nanorchestra.records import Preference, ToolResult
 from nanorchestra.serving import mcp as served
 from nanorchestra.serving.orchestrate import OrchestratorConversation
 
@@ -292,7 +292,7 @@ def test_at_an_address(start, mode, monkeypatch):
     assert client.client.protocol_version == ("2026-07-28" if mode == "auto" else "2025-11-25")
     arguments = {"question": "!ask", "preference": "Be quick.", "usd": 0.5}
     (result, told), (other, _) = client.ask(arguments, {"question": "!say"})
-    assert running.preferences[0] == ("Be quick.", {"usd": 0.5}) or running.preferences[1][0]
+    assert running.preferences[0] == Preference("Be quick.", usd=0.5) or running.preferences[1].text
     assert result.content[0].text == other.content[0].text == "Answer: fourty-two, or so."
     assert result.structured_content["calls"] == {"echo": 1}
     messages = [message for _, message in told if not message.startswith("at work: ")]

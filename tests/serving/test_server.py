@@ -28,7 +28,7 @@ import serve
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.engine.sequence import Request
-from nanorchestra.records import ToolResult
+from nanorchestra.records import Preference, ToolResult
 from nanorchestra.serving import connections, service
 from nanorchestra.serving.orchestrate import OrchestratorConversation
 from nanorchestra.serving.protocol import Choice
@@ -324,32 +324,27 @@ def test_the_loop_runs_in_the_server(http, running):
     assert "the user forbids echo" in steps[1]["result"]["content"]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert "".join(d.get("content", "") for d in deltas) == message["content"]
-    assert running.preferences[-1] == ("Be quick.", {"usd": 0.5, "never": ["echo"]})
+    assert running.preferences[-1] == Preference("Be quick.", usd=0.5, never=["echo"])
 
 
 @pytest.mark.parametrize(
-    "metadata, words, vector",
+    "metadata, stated",
     [
-        ({"preference": "Be quick. echo=-1", "usd": 0.5}, "Be quick.", {"echo": -1, "usd": 0.5}),
-        ({"preference": '{"text": "Be quick.", "cost": 1}'}, "Be quick.", {"cost": 1}),
-        (
-            {"preference": {"latency": 0.5}, "never": ["echo"]},
-            "",
-            {"latency": 0.5, "never": ["echo"]},
-        ),
-        ({"never": '["echo"]', "seconds": "60"}, "", {"never": ["echo"], "seconds": 60}),
-        ({"never": "echo, echo", "user_id": "17"}, "", {"never": ["echo", "echo"]}),
+        ({"preference": "Be quick. echo=-1", "usd": 0.5}, "Be quick. echo=-1 usd=0.5"),
+        ({"preference": '{"text": "Be quick.", "cost": 1}'}, "Be quick. cost=1"),
+        ({"preference": {"latency": 0.5}, "never": ["echo"]}, "latency=0.5 never=echo"),
+        ({"never": '["echo"]', "seconds": "60"}, "never=echo seconds=60"),
+        ({"never": "echo, echo", "user_id": "17"}, "never=echo,echo"),
         (
             {"preference": "never=echo usd=0.1", "never": "echo", "usd": "5"},
-            "",
-            {"never": ["echo", "echo"], "usd": 0.1},
+            "never=echo,echo usd=0.1",
         ),
     ],
 )
-def test_a_preference_comes_as_a_line_or_as_json(http, running, metadata, words, vector):
+def test_a_preference_comes_as_a_line_or_as_json(http, running, metadata, stated):
     body = chat_body("!ask") | {"model": "nano+tools", "metadata": metadata}
     assert http.post(CHAT, json=body).status_code == 200
-    assert running.preferences[-1] == (words, vector)
+    assert running.preferences[-1] == Preference.parse(stated, "it")
 
 
 @pytest.mark.parametrize(

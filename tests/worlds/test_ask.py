@@ -9,6 +9,7 @@ import pytest
 from miniature_tasks import environment
 
 from nanorchestra.errors import UserError
+from nanorchestra.records import Preference
 from worlds.miniature.ask import EXAMPLES, LINE_UP, as_preference, as_task
 from worlds.miniature.offers import skill
 from worlds.miniature.tables import PREFERENCES
@@ -24,7 +25,7 @@ def test_questions_become_the_worlds_own():
         ("the mass of element 79", EXAMPLES[2], "lookup", "hard", "197"),
         ("age of agent of customer of order 512", EXAMPLES[3], "chain", "hard", "78"),
     ):
-        task = as_task(typed, "", {})
+        task = as_task(typed, Preference())
         read = task.question, task.kind, task.data["difficulty"], task.data["answer"]
         assert read == (asked, kind, difficulty, answer)
 
@@ -40,42 +41,43 @@ def test_what_is_outside_the_world_is_refused_in_one_line_with_examples():
         with pytest.raises(
             UserError, match="^outside the .*'; ask like .*in hard law trial 372.*$"
         ) as error:
-            as_task(typed, "", {})
+            as_task(typed, Preference())
         assert len(str(error.value)) < 400
 
 
 def test_made_up_facts_agree_between_questions_and_experts_know_them(sandbox):
-    task = as_task(EXAMPLES[0], "", {})
-    assert task.data["answer"] == as_task(EXAMPLES[0], "be fast", {}).data["answer"]
+    task = as_task(EXAMPLES[0], Preference())
+    assert task.data["answer"] == as_task(EXAMPLES[0], Preference("be fast")).data["answer"]
     assert "records" not in [tool["what"] for tool in task.data["tools"]]
     experts = [environment(task, seed, sandbox).by_name["tool-ro-ta-vi"] for seed in range(200)]
     says = [expert.call({}).content.split(": ")[1] for expert in experts]
     expected = skill("large", "law", "hard").right
     assert abs(says.count(task.data["answer"]) / 200 - expected) < 0.08
-    asked = as_task(EXAMPLES[3], "", {})
+    asked = as_task(EXAMPLES[3], Preference())
     records = environment(asked, 0, sandbox).by_name["tool-da-lo"]
     table, key = asked.data["solution"]
     for following in ("customer", "agent", "age"):
         ((table, key),) = json.loads(records.call({"table": table, "id": key}).content).items()
         assert table == following
     assert str(key) == asked.data["answer"]
-    shorter = as_task("what is the rank of the customer of order 512?", "", {})
+    shorter = as_task("what is the rank of the customer of order 512?", Preference())
     assert shorter.data["tables"]["order"] == asked.data["tables"]["order"]
 
 
 def test_a_preference_stands_in_the_prompt_as_it_is_typed():
+    """Words set no weight and no ban: nano reads them. `never=` gets the sentence nano knows."""
     for stated, name, text in (
         ("", "balanced", ""),
-        ("I want it right", "right", "I want it right."),
-        (
-            "be fast and avoid Tool-se-li",
-            "fast",
-            "be fast and avoid Tool-se-li. Do not use small tool-se-li.",
-        ),
+        ("I want it right", "balanced", "I want it right."),
         ("Not the large one!", "balanced", "Not the large one!"),
         ("sing  a song", "balanced", "sing a song."),
+        ("cost=1", "cheap", "Be cheap."),
+        ("Be fast. latency=1", "fast", "Be fast."),
+        ("be fast never=Tool-se-li", "balanced", "be fast. Do not use small tool-se-li."),
     ):
-        preference = as_preference(stated, {}, LINE_UP)
+        preference = as_preference(Preference.parse(stated, "it"), LINE_UP)
         assert (preference.name, preference.text) == (name, text)
         weights = preference.outcome, preference.cost, preference.latency
         assert weights == PREFERENCES[name][1]
+        forbidden = ["tool-se-li"] if "never" in stated else []
+        assert preference.never == forbidden == list(preference.tools)

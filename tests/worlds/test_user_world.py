@@ -124,7 +124,7 @@ BAD = {
     ),
     "a preference without bounds": (
         "class A:\n    def reset(self, seed):\n"
-        "        return {'question': 'What?', 'preference': 'Be quick.'}\n",
+        "        return {'question': 'What?', 'preference': 'Be quick. latency=1'}\n",
         "A.reset: preference weighs latency; state the most that an attempt may last",
     ),
     "a preference for no tool": (

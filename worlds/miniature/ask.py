@@ -1,8 +1,8 @@
 """Turns typed questions and preferences into tasks of the miniature.
 
-A question is put in the world's own words. A preference stays as it is typed: nano reads it. The
-codes and records that its experts and tools are said to know are made up from the question: the
-same question has the same answer every time.
+A question is put in the world's own words. The words of a preference stay as they are typed: nano
+reads them, and nothing else does. The codes and records that its experts and tools are said to know
+are made up from the question: the same question has the same answer every time.
 """
 
 import random
@@ -13,8 +13,6 @@ from pathlib import Path
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_toml
 from nanorchestra.records import Preference, Task, banned
-from nanorchestra.schemas import Json
-from worlds.bans import bans_in, unknown_ban
 from worlds.miniature.draw import arithmetic, chain, draw_wrong, knowledge, lookup
 from worlds.miniature.language import TRAIN
 from worlds.miniature.offers import Offer, corpus, is_expert, title
@@ -25,7 +23,6 @@ from worlds.miniature.tables import (
     PREFERENCES,
 )
 from worlds.miniature.world import make_task
-from worlds.wording import WEIGHED, weights_in
 
 _DATA = read_toml(Path(__file__).with_suffix(".toml"))
 EXAMPLES: list[str] = _DATA["examples"]
@@ -34,6 +31,7 @@ PLAIN: dict[str, str] = _DATA["plain"]  # sentences for questions, weights and b
 CASE = rf"(?:(easy|hard) )?({'|'.join(map(' '.join, NOUNS.items()))}) ([1-9]\d\d)(?:.*code)?"
 PRODUCT_OR_SUM = r"([1-9]\d\d) ?(\*) ?([1-9])|([1-9]\d) ?([+-]) ?([1-9]\d)"
 ROW = rf"({'|'.join(FIELDS)}) of ([a-z ]+) ([1-9]\d\d)"
+UNWEIGHED = (1.0, 0.0, 0.0)  # the weights of a preference that states none
 LONGEST = 200  # characters of a preference, more than any that nano has been trained on
 PATHS = {" of ".join(reversed(chain[:k])): chain[:k] for chain in CHAINS for k in (2, 3)}
 
@@ -44,11 +42,11 @@ class OutsideError(UserError):
     code = "outside_the_world"
 
 
-def as_task(question: str, preference_text: str, vector: Json) -> Task:
+def as_task(question: str, preference: Preference) -> Task:
     """Returns the task that a typed question is, with LINE_UP on offer.
 
     UserError if it is of none of the four kinds, or its numbers are longer or shorter than the
-    world's: nano has learnt to copy only those; or if the preference, a text and a vector, is none.
+    world's: nano has learnt to copy only those; or if the preference is none that nano knows.
     """
     plain = " ".join(question.casefold().split()).rstrip(" .?!")
     plain = re.sub("^(in )?(what is )?(the )?((value|code) of )?(the )?", "", plain).replace(
@@ -60,59 +58,51 @@ def as_task(question: str, preference_text: str, vector: Json) -> Task:
         raise OutsideError(f"outside the miniature's world: {question[:60]!r}; ask like {examples}")
     records = asked.kind == "chain"  # as in the world: no records without tables
     tools = [t for t in LINE_UP if is_expert(t) or (t["what"] == "records") == records]
-    preference = as_preference(preference_text, vector, tools)
     text = PLAIN[asked.kind].format(**asked.values)
     wrong = draw_wrong(random.Random(text), asked, TRAIN)
-    return make_task(f"asked/{text}", text, asked, wrong, tools, preference)
+    known = as_preference(preference, tools)
+    return make_task(f"asked/{text}", text, asked, wrong, tools, known)
 
 
-def as_preference(text: str, vector: Json, offers: Collection[Offer]) -> Preference:
-    """Returns the preference that words and a vector state.
+def as_preference(given: Preference, offers: Collection[Offer]) -> Preference:
+    """Returns a stated preference as nano knows it.
 
-    nano reads the words as they are typed; weights beside them, or alone, are said in their place,
-    by the sentence of the nearest of its four preferences. Bans that the words do not state get a
-    sentence each. Bans in words are enforced, too: a tool may be named by its alias or by what it
-    is ("large"). The weights are those of the nearest of the four, for the record: of words, as
-    `weights_in` understands them. UserError for what nano has not learnt.
+    Its words stay as they are typed. Weights without words get the sentence of the nearest of
+    nano's four preferences. Those four are also the weights for the record: the nearest to the
+    weights that are stated, else "balanced". A tool that `never` names, by its alias or by what it
+    is ("large"), gets the sentence that nano was trained on. UserError for what nano has not
+    learnt.
     """
     names = [offer["name"] for offer in LINE_UP]  # of which a task offers some
     kinds = [offer["what"] for offer in LINE_UP]
-    bans = [*names, *kinds, *map(title, LINE_UP)]
-    given = Preference.of(text, vector, "preference", names, bans)
-    favoured = [name for name, weight in given.tools.items() if weight > 0]
+    given.check_names("preference", names, [*kinds, *map(title, LINE_UP)])
     require(
-        not favoured,
-        f"preference: {favoured} have weights above 0; nano has learnt to avoid tools, not to "
-        "favour one",
+        not given.tools,
+        f"preference: {', '.join(given.tools)} has a weight; nano has learnt to obey bans, not to "
+        "weigh a tool: write never=NAME",
     )
-    forbidden = [*given.never, *given.avoided, *bans_in(text, bans)]
-    unknown = unknown_ban(text, bans)
-    known = ", ".join(map(title, LINE_UP))
-    require(not unknown, f"preference: there is no {unknown[:60]!r} to ban; there are {known}")
     require(
-        len(text) <= LONGEST,
-        f"preference: has {len(text):,} characters; nano reads {LONGEST} at most",
+        len(given.text) <= LONGEST,
+        f"preference: has {len(given.text):,} characters; nano reads {LONGEST} at most",
     )
-    words = " ".join(text.split())
-    if words and words[-1] not in ".!?":
-        words += "."
-    sentences = [words] if words else []
-    stated = weights_in(text)
-    if WEIGHED & {*vector}:
-        stated = given.outcome, given.cost, given.latency
-        sentences = [PLAIN[Preference("", *stated).name]]
-    weights = PREFERENCES[Preference("", *stated).name if stated else "balanced"][1]
-    avoided = [
-        offer for offer in offers if banned([offer["name"], offer["what"], title(offer)], forbidden)
-    ]
-    said = bans_in(" ".join(sentences), [*kinds, *map(title, LINE_UP)])  # as nano knows them
-    unsaid = [offer for offer in avoided if not banned([offer["what"], title(offer)], said)]
-    sentences += [PLAIN["ban"].format(tool=title(offer)) for offer in unsaid]
+    weighed = (given.outcome, given.cost, given.latency) != UNWEIGHED
+    name = given.name if weighed else "balanced"
+    sentences = []
+    if given.text:
+        sentences.append(given.text if given.text[-1] in ".!?" else f"{given.text}.")
+    elif weighed:
+        sentences.append(PLAIN[name])
+    forbidden = []
+    for offer in offers:
+        if banned([offer["name"], offer["what"], title(offer)], given.never):
+            sentences.append(PLAIN["ban"].format(tool=title(offer)))
+            forbidden.append(offer["name"])
+    weights = PREFERENCES[name][1]
     return Preference(
         " ".join(sentences),
         *weights,
-        tools={offer["name"]: -sum(weights) for offer in avoided},
-        never=[offer["name"] for offer in avoided],
+        tools=dict.fromkeys(forbidden, -sum(weights)),
+        never=forbidden,
         usd=given.usd,
         seconds=given.seconds,
     )
