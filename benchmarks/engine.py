@@ -110,12 +110,11 @@ def loop_work(prompt: int, turns: int, given: int, sampled: int) -> EngineWork:
 class Ceiling:
     """The rates of this machine with a model: bytes/s of a read, FLOP/s of a product."""
 
-    def __init__(self, model: Qwen3, kv_dtype: torch.dtype | None = None):
+    def __init__(self, model: Qwen3):
         weight = model.embed_tokens.weight
-        kv_dtype = kv_dtype or weight.dtype
         self.device = weight.device
         self.costs = Costs.of(model.config)
-        self.kv_bytes = self.costs.kv_bytes * kv_dtype.itemsize // 2  # Costs counts in bf16
+        self.kv_bytes = self.costs.kv_bytes * weight.dtype.itemsize // 2  # Costs counts in bf16
         self.weight_bytes = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
         if not model.config.tie_word_embeddings:
             self.weight_bytes -= weight.nbytes  # a step reads few of its rows
@@ -192,7 +191,7 @@ class Bench:
         self.rounds = rounds
         self.rng = random.Random(0)
         self.vocab_size = model.config.vocab_size
-        self.ceiling = Ceiling(model, options.get("kv_dtype"))
+        self.ceiling = Ceiling(model)
         self.device = self.ceiling.device
         if by_kernel(model.embed_tokens.weight):
             page_size = 64

@@ -52,7 +52,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import FP8, check, multiprocessors, on_device, pick
+from kernels.common import check, multiprocessors, on_device, pick
 from kernels.softmax import attend_pages, check_cache, gather_pages, softmax_start
 
 BLOCK_M = 16  # query rows of an item: the fewest of a tensor-core instruction
@@ -232,7 +232,7 @@ def decode_attention(
 ) -> Tensor:
     """Fills and returns out [B, H, D].
 
-    q [B, H, D] with any row stride; caches [pages, Hkv, page_size, D] of the dtype of q or FP8;
+    q [B, H, D] with any row stride; caches [pages, Hkv, page_size, D] of its dtype;
     block_tables int32 [B, width] with any row stride. Row b sees the first context_lens[b] keys
     (int32 [B]); with none its output is 0. work holds the items of these rows (decode_items).
     Nothing is allocated, and the grids depend on B and the model alone, so the launches can be
@@ -254,7 +254,7 @@ def decode_attention(
     group = heads // constants["HKV"]
     if group > BLOCK_M:
         raise ValueError(f"{group} query heads a kv head; expected at most {BLOCK_M}")
-    config = pick("paged_decode_fp8" if k_cache.dtype == FP8 else "paged_decode", q.dtype)
+    config = pick("paged_decode", q.dtype)
     programs = config["PROGRAMS"] * multiprocessors(q.device)
     registers = REGISTERS // config["PROGRAMS"] // (32 * NUM_WARPS)  # of a thread
     _attend_splits[(programs,)](

@@ -109,7 +109,7 @@ def prefill_attention(
 ) -> Tensor:
     """Fills and returns out [T, H, D].
 
-    q [T, H, D] with any row stride; caches [pages, Hkv, page_size, D] of the dtype of q or FP8;
+    q [T, H, D] with any row stride; caches [pages, Hkv, page_size, D] of its dtype;
     block_tables int32 [sequences, width] with any row stride; items int32 [W, 4] (prefill_items).
     The keys and values of the new tokens are in the pages already. Tokens in no item are not
     written. ValueError if the arguments do not fit each other.

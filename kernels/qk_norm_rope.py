@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import FP8, SIZES, check, multiprocessors, on_device, pick
+from kernels.common import SIZES, check, multiprocessors, on_device, pick
 
 TILE = 2048  # elements of a program
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the backward pass
@@ -104,14 +104,12 @@ def qk_norm_rope_store(
     """Returns q [T, H, D], normalised and rotated; stores k, likewise, and v in the caches.
 
     qkv, q_norm, k_norm, cos and sin as in qk_norm_rope; caches [pages, Hkv, page_size, D] of qkv's
-    dtype or FP8; slots int32 or int64 [T]. Token t goes to page slots[t] // page_size, offset
+    dtype; slots int32 or int64 [T]. Token t goes to page slots[t] // page_size, offset
     slots[t] % page_size; tokens with a negative slot are not stored, and the other slots are all
-    different. FP8 has no scale: values are rounded to the nearest number, and those beyond 448, its
-    largest, become 448 or -448 (PTX cvt.rn.satfinite). ValueError for other shapes and dtypes.
+    different. ValueError for other shapes and dtypes.
     """
-    cache_dtype = FP8 if k_cache.dtype == FP8 else qkv.dtype
-    check((None, None, None, None), cache_dtype, k_cache=k_cache)
-    check(k_cache.shape, cache_dtype, v_cache=v_cache)
+    check((None, None, None, None), qkv.dtype, k_cache=k_cache)
+    check(k_cache.shape, qkv.dtype, v_cache=v_cache)
     _, kv_heads, page_size, dim = k_cache.shape
     _check(qkv, q_norm, k_norm, cos, sin, dim, kv_heads)
     slots_dtype = torch.int64 if slots.dtype == torch.int64 else torch.int32

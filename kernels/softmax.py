@@ -13,9 +13,8 @@ A tile with a larger score rescales row_sum and acc by exp2(old row_max - new ro
 Gimelshein 2018; Dao et al. 2022). After the last tile, acc / row_sum is the output and
 row_max + log2(row_sum) is the log2 of the sum of exponentials.
 
-The KV cache is [pages, Hkv, page_size, D], of the dtype of q or FP8, which is widened as it is
-read. The block table of a sequence names its pages in order: key j lies in page
-block_table[j // page_size], row j % page_size. This file launches no kernel.
+The KV cache is [pages, Hkv, page_size, D]. The block table of a sequence names its pages in order:
+key j lies in page block_table[j // page_size], row j % page_size. This file launches no kernel.
 """
 
 import torch
@@ -23,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import FP8, SIZES, Config, check
+from kernels.common import SIZES, Config, check
 
 BLOCK_N = 64  # keys of a tile, fewer if a row of K is wide or the pages are small
 TILE_BYTES = 16384  # of a tile of K at most
@@ -43,9 +42,8 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tenso
     """
     check((None, None, None), strided=True, q=q)
     _, heads, head_dim = q.shape
-    cache_dtype = FP8 if k_cache.dtype == FP8 else q.dtype
-    check((None, None, None, head_dim), cache_dtype, k_cache=k_cache)
-    check(k_cache.shape, cache_dtype, v_cache=v_cache)
+    check((None, None, None, head_dim), q.dtype, k_cache=k_cache)
+    check(k_cache.shape, q.dtype, v_cache=v_cache)
     check((None, None), torch.int32, strided=True, block_tables=block_tables)
     _, kv_heads, page_size, _ = k_cache.shape
     if heads % kv_heads:
@@ -133,15 +131,15 @@ def attend_pages(
         next_key = key + BLOCK_N
         page = tl.load(block_table_ptr + next_key // PAGE, next_key < context_len, 0)
 
-        k = tl.load(k_cache_ptr + page_offset + tile_offsets).to(q.dtype)
+        k = tl.load(k_cache_ptr + page_offset + tile_offsets)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [M, BLOCK_N]
         if seen_to is None:
-            v = tl.load(v_cache_ptr + page_offset + tile_offsets).to(q.dtype)
+            v = tl.load(v_cache_ptr + page_offset + tile_offsets)
         else:
             scores = tl.where(key + columns[None, :] < seen_to, scores, MASKED)
             # Values past the end are not read: they may be NaN, and 0 * NaN is NaN.
             in_cache = key + columns[:, None] < context_len
-            v = tl.load(v_cache_ptr + page_offset + tile_offsets, in_cache, 0.0).to(q.dtype)
+            v = tl.load(v_cache_ptr + page_offset + tile_offsets, in_cache, 0.0)
 
         p, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, LOG2E / D**0.5)
         p_high = p.to(q.dtype)

@@ -146,10 +146,8 @@ def all_cases(shape: Shape) -> list[Case]:
         decode(shape, shape.rows, shape.context),
         decode(shape, 1, shape.long_context),
         decode(shape, shape.rows, shape.prefix + 4 * shape.page, shared=shape.prefix),
-        decode(shape, shape.rows, shape.context, dtype=FP8),
         prefill(shape, 0, shape.tokens),
         prefill(shape, shape.tokens, -(-shape.tokens // 4)),
-        prefill(shape, shape.tokens, -(-shape.tokens // 4), FP8),
         *training(shape),
         *outputs(shape),
         *products(shape),
@@ -160,10 +158,7 @@ def other_shapes() -> list[Case]:
     """Returns the kernels whose code depends on the heads of a model, for heads of other models."""
     cases = []
     for shape in (*OTHER_GROUPS, *OTHER_HEADS):
-        cases_of_shape = [
-            decode(shape, shape.rows, shape.context),
-            decode(shape, shape.rows, shape.context, dtype=FP8),
-        ]
+        cases_of_shape = [decode(shape, shape.rows, shape.context)]
         if shape in OTHER_HEADS:
             cases_of_shape += [*rotations(shape), prefill(shape, 0, shape.tokens), *training(shape)]
         cases += [replace(case, name=f"{case.name} {shape.name}") for case in cases_of_shape]
@@ -199,20 +194,17 @@ def rotations(shape: Shape) -> list[Case]:
         angles = torch.rand(2, tokens, shape.head_dim // 2)
         return randn(tokens, shape.qkv), *norms, *angles, shape.kv_heads, EPS
 
-    def store(dtype):
+    def store():
         qkv, q_norm, k_norm, cos, sin, _, _ = pack()
-        caches = randn(2, pages, shape.kv_heads, shape.page, shape.head_dim).to(dtype)
+        caches = randn(2, pages, shape.kv_heads, shape.page, shape.head_dim)
         slots = torch.arange(tokens, dtype=torch.int32)
         return qkv, q_norm, k_norm, cos, sin, *caches, slots, EPS
 
     v_size = 2 * tokens * shape.kv_heads * shape.head_dim  # bytes of v, which backward never reads
-    saved = v_size  # by an FP8 cache: one byte an element of k and of v
-    bf16 = partial(store, torch.bfloat16)
     return [
         Case("qk_norm_rope", pack, qk_norm_rope, 2 * size),
         Case("qk_norm_rope backward", pack, qk_norm_rope, 5 * size - v_size, gradients=3),
-        Case("qk_norm_rope_store", bf16, qk_norm_rope_store, 2 * size),
-        Case("qk_norm_rope_store fp8", partial(store, FP8), qk_norm_rope_store, 2 * size - saved),
+        Case("qk_norm_rope_store", store, qk_norm_rope_store, 2 * size),
     ]
 
 
@@ -222,13 +214,7 @@ def activation(shape: Shape) -> Case:
     return Case("swiglu", lambda: (randn(tokens, 2 * ff),), swiglu, 16 * tokens * ff, gradients=1)
 
 
-def decode(
-    shape: Shape,
-    rows: int,
-    context: int,
-    shared: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Case:
+def decode(shape: Shape, rows: int, context: int, shared: int = 0) -> Case:
     """Returns a decode step at one length; with `shared`, sample groups have so many keys alike."""
     heads, kv_heads, dim, page = shape.heads, shape.kv_heads, shape.head_dim, shape.page
     width = -(-context // page)  # pages of a row
@@ -251,37 +237,32 @@ def decode(
             items = torch.from_numpy(items)
             num_items = torch.tensor([len(items)], dtype=torch.int32)
         work = DecodeWork(items.to(device), num_items.to(device), bounds, partial, lse)
-        caches = randn(2, rows * width, kv_heads, page, dim).to(dtype)
+        caches = randn(2, rows * width, kv_heads, page, dim)
         context_lens = torch.tensor(lengths, dtype=torch.int32)
         q, out = randn(2, rows, heads, dim)
         return q, *caches, block_tables, context_lens, work, out
 
     keys = rows * (context - shared) + groups * shared
-    name = f"decode_attention{_dtype_word(dtype)} B={rows} n={context} shared={shared}"
+    name = f"decode_attention B={rows} n={context} shared={shared}"
     flops = 4.0 * rows * context * heads * dim
-    return Case(name, make, decode_attention, 2 * dtype.itemsize * keys * kv_heads * dim, flops)
+    return Case(name, make, decode_attention, 4 * keys * kv_heads * dim, flops)
 
 
-def _dtype_word(dtype) -> str:
-    """Returns what the name of a case says of the KV's dtype."""
-    return " fp8" if dtype == FP8 else ""
-
-
-def prefill(shape: Shape, start: int, count: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+def prefill(shape: Shape, start: int, count: int) -> Case:
     """Returns the prefill of `count` tokens on `start` earlier ones."""
     heads, kv_heads, dim, end = shape.heads, shape.kv_heads, shape.head_dim, start + count
     pages = -(-end // shape.page)
 
     def make():
         block_tables = torch.arange(pages, dtype=torch.int32)[None]
-        caches = randn(2, pages, kv_heads, shape.page, dim).to(dtype)
+        caches = randn(2, pages, kv_heads, shape.page, dim)
         items = prefill_items([start], [count])
         q, out = randn(2, count, heads, dim)
         return q, *caches, block_tables, items, out
 
     flops = 4 * heads * dim * (count * start + count * (count + 1) / 2)
-    name = f"prefill_attention{_dtype_word(dtype)} {count} on {start}"
-    size = 2 * dtype.itemsize * end * kv_heads * dim
+    name = f"prefill_attention {count} on {start}"
+    size = 4 * end * kv_heads * dim
     return Case(name, make, prefill_attention, size, flops)
 
 

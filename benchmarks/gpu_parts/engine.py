@@ -65,10 +65,9 @@ def decode_rows(part: Part, label: str, batches: tuple[int, ...], **options: Any
 
 
 def decode(part: Part) -> None:
-    """Decoding at several batch sizes; the larger ones with KV in 8 bits, small ones in int8."""
+    """Decoding at several batch sizes; small ones with weights in int8 too."""
     batches = (1, 2) if part.rehearse else BATCHES
     decode_rows(part, "", batches)
-    decode_rows(part, "KV fp8, ", batches[len(batches) // 2 :], kv_dtype=torch.float8_e4m3fn)
     if not part.rehearse:
         decode_rows(part, "int8, ", batches[:2], quantise="int8")
 

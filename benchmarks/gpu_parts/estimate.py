@@ -78,7 +78,6 @@ def make_runner() -> ModelRunner:
         num_pages=8,
         page_size=PAGE,
         vocab_size=shape.vocab_size,
-        kv_dtype=torch.bfloat16,
         max_batch_tokens=4096,
         max_running=BATCHES[-1],
         max_context=4096,

@@ -12,7 +12,6 @@ from torch import Tensor
 from nanorchestra.engine.sampler import Result, draw_tokens
 from nanorchestra.engine.scheduler import Batch, Chunk
 from nanorchestra.engine.sequence import Request
-from nanorchestra.errors import require
 from nanorchestra.model.attention import GatheredAttention, PagedChunk
 from nanorchestra.model.native import BLOCK, Forward, PackedLinear, zeros
 from nanorchestra.model.qwen3 import Qwen3
@@ -27,11 +26,8 @@ class CpuRunner:
     overlaps = False  # a CPU computes when it is told to: there is nothing to look ahead for
     mixed_prefill = None  # the chunks of a step that decodes are bounded by its tokens alone
 
-    def __init__(
-        self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int, kv_dtype: torch.dtype
-    ):
-        config, dtype = model.config, model.embed_tokens.weight.dtype
-        require(kv_dtype == dtype, f"engine: kv_dtype is {kv_dtype}; expected {dtype} here")
+    def __init__(self, model: Qwen3, num_pages: int, page_size: int, vocab_size: int):
+        config = model.config
         self.model = model
         self.page_size = page_size
         self.vocab_size = vocab_size
@@ -43,7 +39,7 @@ class CpuRunner:
             page_size,
             config.head_dim,
         )
-        self.kv_cache = zeros(shape, kv_dtype)
+        self.kv_cache = zeros(shape, model.embed_tokens.weight.dtype)
         self._native = None
         packed = isinstance(model.layers[0].down_proj, PackedLinear)
         if packed and page_size % BLOCK == 0:

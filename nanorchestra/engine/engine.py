@@ -55,8 +55,7 @@ class Engine:
     free then, less what the runner takes beside). page_size: tokens a page (default: 16 on a CPU,
     64 on a GPU). max_batch_tokens: tokens that one step computes at most. max_running: requests
     that decode at the same time. max_context: longest sequence, prompt and sampled ids together
-    (default: the model's). kv_dtype: of the KV (default: the model's); float8_e4m3fn halves what
-    attention reads, on a GPU from sm_89 on. Raises UserError for a number below 1 or another dtype.
+    (default: the model's). Raises UserError for a number below 1.
 
     The model may be shared with a trainer. Call `update_weights()` after changing it in place.
     """
@@ -72,11 +71,9 @@ class Engine:
         max_running: int = 512,
         max_context: int | None = None,
         memory_share: float = 0.9,
-        kv_dtype: torch.dtype | None = None,
     ):
         config, weight = model.config, model.embed_tokens.weight
         on_gpu = by_kernel(weight)
-        kv_dtype = kv_dtype or weight.dtype
         if page_size is None:
             page_size = 64 if on_gpu else 16
         longest = config.max_position_embeddings
@@ -99,7 +96,7 @@ class Engine:
                 )
                 pool = memory_share * (free_memory(weight.device) - beside)
             kv_heads = 2 * config.num_hidden_layers * config.num_key_value_heads
-            token_bytes = kv_heads * config.head_dim * kv_dtype.itemsize
+            token_bytes = kv_heads * config.head_dim * weight.dtype.itemsize
             num_pages = max(1, int(pool / (page_size * token_bytes)))
 
         self.model, self.tokenizer = model, tokenizer
@@ -115,13 +112,12 @@ class Engine:
                 num_pages,
                 page_size,
                 self.vocab_size,
-                kv_dtype,
                 max_batch_tokens,
                 max_running,
                 min(self.max_context, num_pages * page_size + 1),
             )
         else:
-            self.runner = CpuRunner(model, num_pages, page_size, self.vocab_size, kv_dtype)
+            self.runner = CpuRunner(model, num_pages, page_size, self.vocab_size)
         self.blocks = BlockManager(num_pages, page_size)
         self.scheduler = Scheduler(
             self.blocks, max_batch_tokens, max_running, self.runner.mixed_prefill

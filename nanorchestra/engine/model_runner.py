@@ -17,9 +17,8 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from kernels.common import FP8, SIZES
+from kernels.common import SIZES
 from kernels.paged_decode import DecodeWork, decode_scratch, rows_per_item, split_bounds
 from kernels.paged_prefill import prefill_items
 from kernels.sample import sample, truncation_floor
@@ -135,7 +134,6 @@ class ModelRunner:
         num_pages: int,
         page_size: int,
         vocab_size: int,
-        kv_dtype: torch.dtype,
         max_batch_tokens: int,
         max_running: int,
         max_context: int,
@@ -144,9 +142,6 @@ class ModelRunner:
         for name, value in (("head_dim", config.head_dim), ("page size", page_size)):
             right = f"the GPU's kernels take {', '.join(map(str, SIZES))}"
             require(value in SIZES, f"engine: {name} is {value}; {right}")
-        allowed = kv_dtypes(weight)
-        names = " or ".join(map(str, allowed))
-        require(kv_dtype in allowed, f"engine: kv_dtype is {kv_dtype}; expected {names} here")
 
         self.model = model
         self.device = weight.device
@@ -164,7 +159,7 @@ class ModelRunner:
         self._frequencies = model.rope_frequencies(self.device)
         rows = min(max_running, max_batch_tokens)
         shape = (2, config.num_hidden_layers, num_pages, kv_heads, page_size, config.head_dim)
-        self.kv_cache = torch.zeros(shape, dtype=kv_dtype, device=self.device)
+        self.kv_cache = torch.zeros(shape, dtype=weight.dtype, device=self.device)
         self._split_bounds, self._partial, self._lse = decode_scratch(
             rows, max_context, heads, config.head_dim, self.device
         )
@@ -464,16 +459,6 @@ def graph_sizes(max_running: int) -> list[int]:
     """Returns the batch sizes that have a graph: 1, 2, 4, 8, multiples of 16, and max_running."""
     sizes = [1, 2, 4, 8, *range(16, max_running + 1, 16)]
     return sorted({*(size for size in sizes if size < max_running), max_running})
-
-
-def kv_dtypes(weight: Tensor) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes that the KV of a model with this weight may have.
-
-    FP8 is for cards that compute with it, from sm_89 on.
-    """
-    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
-        return (weight.dtype,)
-    return (weight.dtype, FP8)
 
 
 def free_memory(device: torch.device) -> int:

@@ -145,21 +145,6 @@ def test_kernels_give_the_tokens_of_the_cpu(engine, with_graphs, graphs, monkeyp
             assert [value for _, value in other] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_kv_cache_in_8_bits(engine, monkeypatch):
-    """Nearly the same log-probabilities. CPUs and older cards refuse it."""
-    small, prompts = {"kv_dtype": torch.float8_e4m3fn}, [ids(40), ids(40), ids(17, 50)]
-    params = [SamplingParams(max_tokens=6, temperature=0.0, seed=i) for i in range(3)]
-    exact, rounded = (engine(**more).generate(prompts, params) for more in ({}, small))
-    for a, b in zip(exact, rounded, strict=True):
-        assert a.logprobs != b.logprobs and a.logprobs[0] == pytest.approx(b.logprobs[0], abs=0.05)
-    with pytest.raises(UserError, match="kv_dtype is torch.float8_e4m3fn; expected torch.float32"):
-        engine(kernels=False, **small)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(UserError, match="kv_dtype is torch.float8_e4m3fn; expected torch.float32"):
-        engine(**small)
-
-
 @pytest.mark.parametrize("quantise", ["", "int8"])
 def test_graphs_change_no_token_and_write_no_other_page(engine, with_graphs, quantise):
     """Padded decode-only steps; a model with a quantised output matrix has graphs too."""

@@ -13,7 +13,6 @@ from paged_cache import OUT_OF_RANGE, Cache, joined
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import paged_decode, softmax
-from kernels.common import FP8
 from kernels.paged_decode import (
     DecodeWork,
     SharedPrefix,
@@ -100,16 +99,6 @@ def test_lengths_around_tiles_pages_and_splits(generator, dtype):
 def test_no_row_has_a_key():
     cache = Cache(torch.Generator(), [0, 0], torch.bfloat16)
     assert (attend(cache) == 0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_keys_and_values_in_8_bits(generator, dtype):
-    """They are widened as they are read: exact on what the cache holds, grouped or not."""
-    cache = Cache(generator, [64, 65, 97], dtype, 2, 1, shared=64)
-    cache.k, cache.v = cache.k.to(FP8), cache.v.to(FP8)
-    out = attend(cache)
-    assert_close(out, exact(cache), POINTWISE)
-    assert torch.equal(out, attend(cache, prefixes=[SharedPrefix(0, 3, 64)]))
 
 
 @pytest.mark.parametrize(

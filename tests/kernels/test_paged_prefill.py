@@ -7,7 +7,6 @@ from paged_cache import Cache
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import paged_prefill, softmax
-from kernels.common import FP8
 from kernels.paged_prefill import naive_prefill_attention, prefill_attention, prefill_items
 
 
@@ -77,12 +76,6 @@ def test_the_naive_version_against_pytorch(generator):
 )
 def test_chunks_around_tiles_and_pages(generator, dtype, starts, counts):
     chunks = Chunks(generator, starts, counts, dtype)
-    assert_close(chunks.attend(), chunks.exact(), ATTENTION)
-
-
-def test_keys_and_values_in_8_bits(generator):
-    chunks = Chunks(generator, [0, 14], [33, 18], torch.bfloat16)
-    chunks.k, chunks.v = chunks.k.to(FP8), chunks.v.to(FP8)
     assert_close(chunks.attend(), chunks.exact(), ATTENTION)
 
 

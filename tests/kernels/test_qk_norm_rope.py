@@ -1,16 +1,10 @@
 """q and k norm and rotary positions, into tensors and into cache pages, against float64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from kernel_check import DEVICE, DTYPES, GRADIENT, POINTWISE, assert_close, poisoned, randn
 
-from benchmarks import gpu
 from kernels import qk_norm_rope as module
-from kernels.common import FP8
 from kernels.qk_norm_rope import naive_qk_norm_rope, qk_norm_rope, qk_norm_rope_store
 
 EPS = 1e-6
@@ -143,45 +137,6 @@ def test_gradients_are_exact(generator, monkeypatch, dtype, tile, norm):
         for got, want in zip(case.gradients(), case.exact_gradients(), strict=True):
             assert got.dtype == dtype
             assert_close(got, want, GRADIENT)
-
-
-def test_a_cache_in_8_bits_gets_the_nearest_numbers(generator):
-    case = Case(generator, 5, 4, 2, 32)
-    # The last value head of a token: numbers beyond the largest, 448, of both signs.
-    case.qkv[0, -32:] = torch.linspace(-600, 600, 32)
-    case.k_cache, case.v_cache = (x.to(FP8)[1:-1] for x in case.guarded)
-    case.store()
-    slots = case.slots // PAGE, slice(None), case.slots % PAGE
-    for cache, exact in zip((case.k_cache, case.v_cache), case.exact()[1:], strict=True):
-        nearest = exact.float().clamp(-448, 448).to(FP8).float()
-        assert torch.equal(cache.float()[slots], nearest)
-    assert case.v_cache.float()[slots].aminmax() == (-448, 448)
-
-
-@pytest.mark.slow
-def test_a_gpu_rounds_to_448_at_most_in_8_bits():
-    """The interpreter clamps by itself: here all conversions of the compiled kernel saturate."""
-    code = """
-import torch, triton
-from benchmarks.gpu_parts.cases import select
-from benchmarks.gpu_parts.compile import Driver
-from kernels.qk_norm_rope import _qk_norm_rope
-
-triton.runtime.driver.set_active(Driver(90))
-(case,) = select("qk_norm_rope_store fp8")
-with torch.device("meta"):
-    case.call(*case.make())
-kernels, *_ = _qk_norm_rope.device_caches[0]
-(kernel,) = kernels.values()
-for line in kernel.asm["ptx"].splitlines():
-    if "e4m3" in line:
-        print(line.split()[0])
-"""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=gpu.ROOT, env=environment, capture_output=True, text=True
-    )
-    assert set(done.stdout.split()) == {"cvt.rn.satfinite.e4m3x2.f32"}, done.stderr
 
 
 def test_small_heads_feel_eps_and_negative_slots_are_not_stored(generator):
