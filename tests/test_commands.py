@@ -61,7 +61,6 @@ NOT_TRIED = {  # the beginning of a command, and why it is not tried
     "pip install": "packages; .ci/run installs them",
     "python -m pytest": "this",
     "python docs/": "tests/test_docs.py runs it",
-    "python -m benchmarks.gpu_parts.estimate": "arithmetic for GPUs, a minute",
     "python -m nanorchestra.report.page": "needs a run; tests/report/test_page.py writes pages",
     "torchrun --max-restarts": "an option alone",
     "ruff": "the first step of .ci/run",
