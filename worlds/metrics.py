@@ -260,20 +260,6 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(fmean(values), float(low), float(high))
 
 
-def share_interval(parts: Sequence[float], wholes: Sequence[float]) -> Interval:
-    """Returns the sum of `parts` over that of `wholes`, and its 95% bootstrap interval over both.
-
-    parts[i] and wholes[i] belong to the same task. NaN if the wholes sum up to nothing.
-    """
-    part, whole = np.asarray(parts, float), np.asarray(wholes, float)
-    if not whole.sum() > 0:
-        return Interval(math.nan, -math.inf, math.inf)
-    tasks = _resamples(len(whole))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = np.nanquantile(part[tasks].sum(1) / whole[tasks].sum(1), (0.025, 0.975))
-    return Interval(float(part.sum() / whole.sum()), float(low), float(high))
-
-
 @lru_cache(maxsize=2)
 def _resamples(count: int) -> np.ndarray:
     """Returns the tasks of each resample, [DRAWS, count]."""
