@@ -12,8 +12,8 @@ import reprlib
 import shutil
 import stat
 import sys
+import threading
 import tomllib
-import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -176,7 +176,7 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
     The data is written aside, synced and renamed. UserError if the place cannot be written.
     """
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         with open(aside, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -188,33 +188,6 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); give a writable place with free space"
         ) from error
-
-
-def write_new(path: str | Path, data: str) -> bool:
-    """Writes a file that is not there yet, whole; returns False if it is there, and leaves it.
-
-    Of several processes that write it at once one is the first, and the others return False.
-    UserError if the place cannot be written.
-    """
-    path = Path(path)
-    if path.exists():
-        return False
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # of no other process or thread
-    try:
-        with open(aside, "xb") as file:
-            file.write(data.encode())
-        sync(aside)
-        os.link(aside, path)
-        sync(path.parent)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}); give a writable place with free space"
-        ) from error
-    finally:
-        aside.unlink(missing_ok=True)
-    return True
 
 
 @contextmanager

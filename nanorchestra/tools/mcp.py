@@ -49,7 +49,7 @@ from nanorchestra.tools.http import (
 from nanorchestra.tools.spending import Spending
 
 START_S = 60.0  # for a server to start and to list its tools; npx and uvx may install it first
-PROBE_S = 5.0  # for a server to list its tools again, after an error
+PROBE_S = 5.0  # for a server to list its tools again, after a call that took too long
 STOP_S = 1.0  # for a process to end by itself, and again after SIGTERM
 MOST_WAIT_S = 60.0  # between two starts, if they fail
 MOST_TOOLS = 128  # of a server that are offered

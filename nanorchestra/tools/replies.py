@@ -3,13 +3,11 @@
 A reply lies under the SHA-256 of its request, so DIR/ab/abcd.../ has `request.json` and the replies
 to it. A request may have several, since sampling is sampling: the k-th request of an attempt that
 is equal to earlier ones has a reply of its own, and its name is the attempt's seed and k. So which
-reply an attempt reads is a function of its seed, never of timing. A seed that was not recorded
-draws among the replies that there are. No key reaches a file. No torch.
+reply an attempt reads is a function of its seed, never of timing. No key reaches a file. No torch.
 """
 
 import hashlib
 import json
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_json, write_new, write_whole
-from nanorchestra.schemas import Json, check
+from nanorchestra.files import read_json, write_whole
+from nanorchestra.schemas import Json
 from nanorchestra.tools.http import EndpointError
 
 SHARED = "shared"  # the one reply to all equal requests, where nothing is sampled
@@ -72,7 +70,7 @@ class Reply:
 
 
 class ReplayError(UserError):
-    """A reply is not recorded, or its file is damaged, so the run cannot be what was recorded."""
+    """A reply is not recorded, so the run cannot be what was recorded."""
 
 
 @dataclass
@@ -86,11 +84,11 @@ class RequestCounts:
     place: str = ""
     counts: Counter[str] = field(default_factory=Counter)
 
-    def next(self, key: str) -> tuple[str, int]:
-        """Returns the name of the reply to a request with this digest, and its number k."""
+    def next(self, key: str) -> str:
+        """Returns the name of the reply to a request with this digest."""
         k = self.counts[key]
         self.counts[key] += 1
-        return f"{self.seed}{self.place}-{k}", k
+        return f"{self.seed}{self.place}-{k}"
 
 
 # Those of the attempt that is played.
@@ -160,17 +158,23 @@ class ReplyStore:
         What `ask` raises is not recorded. A failure of the infrastructure is recorded for a replay
         alone, and asked again by a recording. A request that is open already is waited for,
         `wait_s` seconds at most. shared: all equal requests have the same reply. Raises
-        EndpointError, ReplayError for a reply that is missing or damaged, and UserError if none can
-        be written.
+        EndpointError, ReplayError for a reply that is missing, and UserError if none can be
+        written.
         """
         key = hashlib.sha256(_canonical(request).encode()).hexdigest()
         folder = self.directory / key[:2] / key
-        name, k = (SHARED, 0) if shared else (REQUESTS.get() or self._outside).next(key)
+        name = SHARED if shared else (REQUESTS.get() or self._outside).next(key)
         file = folder / f"{name}.json"
         if file.exists():
             return _read(file)
         if not self.asks:
-            return self._replayed(folder, name, k, request)
+            failure = _failure(file)
+            if failure.exists():
+                return _read(failure)
+            raise ReplayError(
+                f"replay: no reply is recorded to {_excerpt(request)} (request {key[:12]} of "
+                f"{self.directory}); record it with record:DIR"
+            )
         lock = self._asking.setdefault(file, threading.Lock())
         if not lock.acquire(timeout=wait_s):
             raise EndpointError(f"the same request had no reply within {wait_s:g} s")
@@ -179,23 +183,6 @@ class ReplyStore:
         finally:
             self._asking.pop(file, None)
             lock.release()
-
-    def _replayed(self, folder, name, k, request) -> Reply:
-        """Returns the failure under this name, or the k-th reply in an order of the seed's own."""
-        failure = folder / f"{name}.{FAILED}.json"
-        if failure.exists():
-            return _read(failure)
-        kept = [file for file in folder.glob("[!.]*.json") if file.name != "request.json"]
-        replies = sorted(file for file in kept if not file.stem.endswith(f".{FAILED}"))
-        if not replies:
-            what = f"{folder.name[:12]} of {self.directory}"
-            raise ReplayError(
-                f"replay: no reply is recorded to {_excerpt(request)} (request {what}); "
-                "record it with record:DIR"
-            )
-        seed = name.rpartition("-")[0]
-        random.Random(f"{seed}/{folder.name}").shuffle(replies)
-        return _read(replies[k % len(replies)])
 
 
 def store_of(word: str, where: str) -> ReplyStore | None:
@@ -223,37 +210,25 @@ def store_of(word: str, where: str) -> ReplyStore | None:
 
 
 def _recorded(file, request, reply) -> Reply:
-    """Writes a reply, whole or not at all. Returns it, or that of a process that was first."""
+    """Writes a reply, whole or not at all, and returns it."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{file.parent}: cannot be made ({error.strerror})") from None
-    write_new(file.parent / "request.json", _canonical(request))
-    row = asdict(reply)
-    text = json.dumps(row | {"sha256": _digest(row)}, indent=1)
-    if not reply.final:
-        write_whole(file.with_suffix(f".{FAILED}.json"), text)
-    elif not write_new(file, text):
-        return _read(file)
+    write_whole(file.parent / "request.json", _canonical(request))
+    write_whole(file if reply.final else _failure(file), json.dumps(asdict(reply), indent=1))
     return reply
 
 
+def _failure(file) -> Path:
+    """Returns where the failure of the request that has its reply in `file` is kept."""
+    return file.with_suffix(f".{FAILED}.json")
+
+
 def _read(file) -> Reply:
-    """Returns the reply of a file. ReplayError unless it is as it was written."""
-    try:
-        row = read_json(file)
-        check(row, "reply", str(file))
-        require(_digest(row) == row["sha256"], f"{file}: damaged, its sha256 is another")
-    except UserError as error:
-        raise ReplayError(f"{error}; delete it, and a recording asks again") from None
-    del row["sha256"]
+    """Returns the reply of a file."""
+    row = read_json(file)
     return Reply(**row | {"tokens": tuple(row["tokens"])})
-
-
-def _digest(row) -> str:
-    """Returns the SHA-256 of a reply's fields."""
-    fields = {name: value for name, value in row.items() if name != "sha256"}
-    return hashlib.sha256(_canonical(fields).encode()).hexdigest()
 
 
 def _canonical(value) -> str:

@@ -48,7 +48,7 @@ class Bill:
     def require_left(self, ranks: Ranks) -> None:
         """Raises UserError on every rank if one of them was refused a call for the limit.
 
-        So it does if a recorded reply was missing or damaged.
+        So it does if a recorded reply was missing.
         """
         broken = [problem for problem in ranks.all_gather(self.spending.broken) if problem]
         require(not broken, "".join(broken[:1]))
