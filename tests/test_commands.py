@@ -78,7 +78,6 @@ YOURS = {  # files of the reader, and the page that says what is in them
     "catalogue.json": "docs/toolscale.md",
     "make24.py": "docs/worlds.md",
     "frames.jsonl": "docs/questions.md",
-    "questions.jsonl": "docs/questions.md",
     "q.jsonl": "docs/tools.md",
     "corpus.jsonl": "docs/search.md",
     "general_thought.jsonl": "docs/real-run.md",
