@@ -6,7 +6,6 @@ import copy
 import json
 import random
 import re
-import time
 
 import pytest
 
@@ -115,50 +114,6 @@ def test_a_call_that_fails_changes_nothing():
         assert json.dumps(tables) == json.dumps(library())
 
 
-TWICE = "update(books, 'B1', x=[b.x, b.x])"
-
-
-def growing(first, step, last="return x", times=40):
-    return [first, *[step] * times, last]
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        growing("x = 9", "x = x * x"),
-        growing("x = 9", "x = x + x", times=2000),
-        growing("x = 'ab'", "x = x + x"),
-        growing("x = [1]", "x = x + x", "return count(x)"),
-        growing("x = [1]", "x = [x, x]"),
-        growing("x = [1]", "x = [x]", times=1000),
-        growing("x = {'a': 1}", "x = {'a': x, 'b': x}"),
-        growing("x = [1]", "x = [x, x]", "require(1 == 2, '{x}')"),
-        growing("x = [1]", "x = [x, x]", "return lookup(x, {'a': 1})"),
-        ["x = [[1]]", "y = [[1]]", *["x = [x, x]", "y = [y, y]"] * 40, "return x == y"],
-        ["update(books, 'B1', x=[1])", *["b = get(books, 'B1')", TWICE] * 40, "return b"],
-        growing("x = select(books)", "x = x + x", "return change(x, pages == 100, x=x)", 12),
-        growing("x = select(books)", "x = x + x", "return select(x, pages in [1, 2])", 18),
-        growing("x = 1", "x = 1", times=1_100_000),
-        ["return 'a' * 9999999999"],
-        ["return [1] * 9999999999"],
-        ["return round(5, -9999999999)"],
-        ["return " + "9" * 1000 + " * " + "9" * 900],
-        ["return " + "-" * 1500 + "1"],
-        ["return x" + ".a" * 900],
-        ["return '" + "a" * 10_000_000 + "'"],
-    ],
-    ids=lambda program: " ".join(program[:2])[:60],
-)
-def test_no_program_runs_for_long_or_makes_a_large_value(program):
-    """Programs come from files and from language models."""
-    tables, start = library(), time.process_time()
-    with pytest.raises(ToolError) as refused:
-        run(tool(*program), {}, tables)
-    assert len(str(refused.value)) < 500
-    assert time.process_time() - start < 2.0
-    assert tables == library()
-
-
 def test_the_calculator_agrees_with_python_and_refuses_the_rest():
     rng = random.Random(5)
     for _ in range(300):
@@ -240,10 +195,7 @@ def test_a_new_domain_is_one_file_and_a_bad_one_is_named(tmp_path):
         (lambda b: b["tools"]["show_train"].update(program=["1 < 2 < 1"]), "1 < 2 < 1 has no mean"),
         (lambda b: b["tools"]["show_train"].update(program=["a = b = 1"]), "a = b = 1 has no mean"),
         (lambda b: train(b, ["title", ["a", "b"]]), "no words are left"),
-        (lambda b: train(b, ["digits", 10**9]), "digits: 1000000000 must be"),
-        (lambda b: train(b, ["several", 1, 10**9, {}]), "several: 1000000000 must be"),
         (lambda b: train(b, ["be", "1 / 0"]), "no domain can be made"),
-        (lambda b: train(b, ["be", " * ".join(["9" * 200] * 2)]), "of more than 300 digits"),
         (lambda b: b["tools"]["show_train"].update(program=["x = open(name)"]), "no meaning here"),
     )
     for seed, (change, says) in enumerate(changes):

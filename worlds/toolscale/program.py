@@ -14,11 +14,6 @@ The syntax is Python's, the meaning is not: names are arguments and variables, t
 comparison in `find`, `select` and `change` is a field. Nothing of Python is executed: METHODS
 and FUNCTIONS, at the end, are all that can be called.
 
-A program comes from a file or from a language model, so what it may cost is bounded by MOST_*: the
-length and depth of a step, the size of a number, the depth of a value, and its work. The work
-counts parts of steps evaluated, records looked at, and parts of values made, each as often as it
-occurs in them. A program that passes a bound is refused with ToolError.
-
 Records and tables {table: {key: record}} are never changed in place: a write makes a new table, and
 the caller's tables take over the new ones only when the whole program has run. So a call that fails
 changes nothing, and a copy of the tables is a copy of their outer dict.
@@ -33,11 +28,6 @@ from typing import Any
 
 Json = dict[str, Any]  # a JSON object
 Tables = dict[str, dict[str, Json]]
-MOST_CHARACTERS = 2000  # of a step
-MOST_DEPTH = 200  # of a step: a sum of 200 numbers
-MOST_NUMBER = 10**300
-MOST_NESTED = 30  # lists and objects within each other
-MOST_WORK = 1_000_000  # of a call; a second or so
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -98,7 +88,7 @@ def run(tool: Json, arguments: Json, tables: Tables) -> Any:
 def evaluate(text: str, scope: Json, tables: Tables | None = None) -> Any:
     """Returns the value of an expression over variables.
 
-    Raises one of FAULTS, and ToolError at a bound.
+    Raises one of FAULTS, or ToolError.
     """
     return _Call(scope, tables or {})._value(parse(text).value)
 
@@ -131,19 +121,11 @@ def parse_call(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _tree(text) -> ast.stmt:
-    """Returns the syntax tree of one statement within the bounds. Raises ValueError."""
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"{text[:60]!r}... is not a step (more than {MOST_CHARACTERS} characters)")
+    """Returns the syntax tree of one statement. Raises ValueError."""
     try:
         (step,) = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError(f"{text!r} is not a step ({error})") from None
-    level, depth = [step], 0
-    while level:
-        level = [inner for part in level for inner in ast.iter_child_nodes(part)]
-        depth += 1
-    if depth > MOST_DEPTH:
-        raise ValueError(f"{text[:60]!r}... is not a step (deeper than {MOST_DEPTH})")
     return step
 
 
@@ -159,17 +141,12 @@ def rules(tool: Json) -> list[str]:
 
 @dataclass
 class _Call:
-    """One run of a program: the variables so far, the tables as changed, and all functions.
-
-    `_work` is what is left of MOST_WORK.
-    """
+    """One run of a program: the variables so far, the tables as changed, and all functions."""
 
     _scope: Json
     _tables: Tables
-    _work: int = MOST_WORK
 
     def _value(self, node):
-        self._spend(1)
         value = self._value
         match node:
             case ast.Name():
@@ -181,82 +158,27 @@ class _Call:
             case ast.Call():
                 return self._called(node)
             case ast.Compare(ops=[sign], comparators=[right]):
-                return self._compared(type(sign), value(node.left), value(right))
+                return OPERATORS[type(sign)](value(node.left), value(right))
             case ast.BinOp():
-                return self._computed(type(node.op), value(node.left), value(node.right))
+                return OPERATORS[type(node.op)](value(node.left), value(node.right))
             case ast.UnaryOp():
                 return OPERATORS[type(node.op)](value(node.operand))
             case ast.BoolOp():
                 return all(map(value, node.values))
             case ast.List():
-                return self._made([*map(value, node.elts)])
+                return [*map(value, node.elts)]
             case ast.Dict():
                 pairs = zip(node.keys, node.values, strict=True)
-                return self._made({key.value: value(each) for key, each in pairs})
-
-    def _spend(self, work):
-        self._work -= work
-        if self._work < 0:
-            raise ToolError(f"the program does too much: more than {MOST_WORK:,} units of work")
-
-    def _made(self, value):
-        """Returns the value and pays for it."""
-        if isinstance(value, str | list | dict):
-            self._spend(self._size(value))
-        return value
-
-    def _size(self, value):
-        """The parts of a value, if it were written out; 16 characters count as one.
-
-        A value may hold another one twice, and that one a third one twice. So the count stops where
-        the work that is left ends.
-        """
-        if isinstance(value, str):
-            return 1 + len(value) // 16
-        size, level, depth = 0, [value], 0
-        while level:
-            inner = []
-            for each in level:
-                if isinstance(each, str):
-                    size += len(each) // 16
-                elif isinstance(each, list):
-                    size += len(each)
-                    inner += each
-                elif isinstance(each, dict):
-                    size += len(each)
-                    inner += each.keys()
-                    inner += each.values()
-                if size > self._work:
-                    self._spend(size)
-            level, depth = inner, depth + 1
-            if depth > MOST_NESTED:
-                raise ToolError(f"the program nests values deeper than {MOST_NESTED}")
-        return size
-
-    def _computed(self, kind, left, right):
-        if kind is ast.Mult and not all(isinstance(each, int | float) for each in (left, right)):
-            raise TypeError("* is for numbers")
-        if isinstance(left, list | str):
-            self._made(left)
-            self._made(right)
-        result = OPERATORS[kind](left, right)
-        if isinstance(result, int) and abs(result) >= MOST_NUMBER:
-            raise ToolError("the program makes a number of more than 300 digits")
-        return result
-
-    def _compared(self, kind, left, right):
-        return OPERATORS[kind](left, self._made(right))  # no operator reads more than `right` holds
+                return {key.value: value(each) for key, each in pairs}
 
     def _called(self, node):
         if function := FUNCTIONS.get(node.func.id):
-            values = [*map(self._value, node.args)]
-            self._made(values)  # as text, a value is as long as if it were written out
-            return function(*values)
+            return function(*map(self._value, node.args))
         named = {each.arg: each.value for each in node.keywords}
         return getattr(self, node.func.id)(*node.args, **named)
 
     def _record(self, fields):
-        return self._made({field: self._value(node) for field, node in fields.items()})
+        return {field: self._value(node) for field, node in fields.items()}
 
     def _demand(self, condition, text):
         if not condition:
@@ -264,26 +186,17 @@ class _Call:
             raise ToolError(re.sub(named, lambda m: self._text(m[1]), text))
 
     def _text(self, expression):
-        return str(self._made(self._value(parse(expression).value)))
-
-    def _table(self, name):
-        """A table that is gone through or copied as a whole."""
-        rows = self._tables[name]
-        self._spend(len(rows))
-        return rows
+        return str(self._value(parse(expression).value))
 
     def _rows(self, rows):
         """The records of a table or of a list."""
         is_table = isinstance(rows, ast.Name) and rows.id not in self._scope
-        records = list(self._tables[rows.id].values() if is_table else self._value(rows))
-        self._spend(len(records))
-        return records
+        return list(self._tables[rows.id].values() if is_table else self._value(rows))
 
     def _fitting(self, rows, where):
         """Those of the records that fit all comparisons."""
         for each in where:
             fits, wanted = OPERATORS[type(each.ops[0])], self._value(each.comparators[0])
-            self._spend(len(rows) * self._size(wanted))
             rows = [row for row in rows if fits(row[each.left.id], wanted)]
         return rows
 
@@ -304,33 +217,33 @@ class _Call:
         hits = self._fitting(self._rows(rows), where)
         if fields is None:
             return hits
-        return self._made([{field.id: row[field.id] for field in fields.elts} for row in hits])
+        return [{field.id: row[field.id] for field in fields.elts} for row in hits]
 
     def change(self, rows, /, *where, **fields):
         rows = self._rows(rows)
         fitting = {id(row) for row in self._fitting(rows, where)}
         values = self._record(fields)
-        return self._made([row | values if id(row) in fitting else row for row in rows])
+        return [row | values if id(row) in fitting else row for row in rows]
 
     def require(self, condition, error, rule=None):
         self._demand(self._value(condition), error.value)
 
     def insert(self, table, key, /, **fields):
-        rows, new = self._table(table.id), self._value(key)
+        rows, new = self._tables[table.id], self._value(key)
         self._demand(new not in rows, f"{table.id}: {new} is there already")
         self._tables[table.id] = rows | {new: self._record(fields)}
 
     def update(self, table, key, /, **fields):
-        rows, known = self._table(table.id), self._value(key)
+        rows, known = self._tables[table.id], self._value(key)
         self._tables[table.id] = rows | {known: rows[known] | self._record(fields)}
 
     def delete(self, table, key):
-        rows = dict(self._table(table.id))
+        rows = dict(self._tables[table.id])
         del rows[self._value(key)]
         self._tables[table.id] = rows
 
     def next_id(self, table, prefix):
-        ends = [key.removeprefix(prefix.value) for key in self._table(table.value)]
+        ends = [key.removeprefix(prefix.value) for key in self._tables[table.value]]
         numbers = (int(end) for end in ends if end.isdecimal())
         return prefix.value + str(1 + max(numbers, default=0))
 
@@ -355,14 +268,8 @@ def calculate(expression: str) -> float:
     )
 
 
-def _round(value, digits=None):
-    if digits is not None and not -20 <= digits <= 20:  # 10**digits is computed
-        raise ValueError(f"round to {digits} digits; there are -20 to 20")
-    return round(value, digits)
-
-
 FUNCTIONS = {  # of values; those of tables, lists and fields are methods of _Call
-    "round": _round,
+    "round": round,
     "count": len,
     "lookup": lambda key, values: values[str(key)],
     "calculate": calculate,
