@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -30,8 +29,7 @@ from worlds.toolscale.planner import LEVELS
 
 DESCRIPTION = (
     "Makes domains (databases, tools, policies), and verified multi-step tool-calling tasks in "
-    "them. 10,000 tasks of the built-in author take a minute and a half on two cores. A run that "
-    "was stopped goes on with the same command."
+    "them. 10,000 tasks of the built-in author take a minute and a half on two cores."
 )
 
 
@@ -122,12 +120,11 @@ def generate(options: argparse.Namespace) -> int:
         built.save(out / "worlds" / built.name)
     pool = ProcessPoolExecutor(options.workers, initializer=begin_worker)
     try:
-        tasks, rejected = make_all(wanted, make, out, seed, pool.map)
+        tasks, rejected = make_all(wanted, make, seed, pool.map)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     lines = (json.dumps(task, ensure_ascii=False) + "\n" for task in tasks)
     write_whole(out / "tasks.jsonl", "".join(lines))
-    shutil.rmtree(out / "parts")
     print(report(tasks, rejected, time.monotonic() - started))
     if len(tasks) < count:
         print(f"data_gen.py: only {len(tasks)} of {count} tasks could be made", file=sys.stderr)

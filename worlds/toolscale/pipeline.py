@@ -1,23 +1,20 @@
 """Makes tasks in batches, proves each and drops near duplicates.
 
 A batch of the built-in author is a pure function of (seed, levels, domain, number), so the result
-does not depend on the number of workers. A finished batch is kept in OUT/parts until all is done,
-so that a run that was stopped goes on with what it had.
+does not depend on the number of workers.
 """
 
 import itertools
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from nanorchestra.errors import require
-from nanorchestra.files import read_json, write_whole
+from nanorchestra.files import read_json
 from worlds.toolscale.act import UnfitError
 from worlds.toolscale.blueprint import build
 from worlds.toolscale.domain import write_json
@@ -69,24 +66,21 @@ def claim(out: Path, settings: Json) -> None:
         present == settings,
         f"--out {out}: holds tasks of another run ({json.dumps(present)}); give another --out",
     )
-    (out / "parts").mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     write_json(note, settings)
 
 
 def make_all(
     wanted: dict[str, int],
     make: Make,
-    out: Path,
     seed: int,
-    workers: Callable[[Callable, Iterable], Iterable[Json]],
+    workers: Callable[[Make, Iterable[str], Iterable[int]], Iterable[Json]],
 ) -> tuple[list[Json], Counter[str]]:
     """Makes `wanted[d]` tasks of each domain; returns them, and how many were thrown away why.
 
-    `workers` maps a function over batches, in order; `seed` is that of the experts on offer. Near
-    duplicates across batches are dropped.
+    `workers` maps `make` over domains and numbers, in order; `seed` is that of the experts on
+    offer. Near duplicates across batches are dropped.
     """
-    if done := len(list((out / "parts").iterdir())):
-        print(f"going on with {done} batches that were there", file=sys.stderr)
     kept = {domain: [] for domain in wanted}
     lacking, first = dict(wanted), 0
     rejected, seen = Counter(), set()
@@ -95,7 +89,8 @@ def make_all(
             # Two of a batch may be near duplicates of tasks in another.
             numbers = range(first, first - -most // (BATCH - 2))
             jobs = [(d, number) for number in numbers for d in wanted if lacking[d]]
-            first, parts = numbers.stop, workers(partial(_kept, make, out), jobs)
+            first = numbers.stop
+            parts = workers(make, [d for d, _ in jobs], [number for _, number in jobs])
             for (domain, _), part in zip(jobs, parts, strict=True):
                 new = [task for task in part["tasks"] if signature(task) not in seen]
                 seen.update(map(signature, new))
@@ -111,15 +106,6 @@ def make_all(
         for task in part:
             offer(task, name, seed)
     return tasks, rejected
-
-
-def _kept(make, out, job) -> Json:
-    """The batch of a job: read, if a run before this one has made it."""
-    domain, number = job
-    path = out / "parts" / f"{Path(domain).stem}-{number:05d}.json"
-    if not path.exists():
-        write_whole(path, json.dumps(make(domain, number)))
-    return read_json(path)
 
 
 def report(tasks: Sequence[Json], rejected: Counter[str], seconds: float) -> str:
