@@ -1,4 +1,4 @@
-"""A mixture of worlds: its shares, its order, and one line for what is wrong."""
+"""A mixture of worlds: its shares, its tasks, and one line for what is wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from worlds.load import open_world, parse_mixture
 from worlds.miniature.world import Miniature
-from worlds.mixture import CARDS, Mixture
+from worlds.mixture import Mixture
 
 
 class Numbers:
@@ -33,32 +33,18 @@ def mixture(text, seed=0, **ends):
     return Mixture(text, worlds, shares, seed), shares
 
 
-@pytest.mark.parametrize("text", ["a=0.99, b=0.01", "a=5, b=3, c=2", "a, b, c", "a=1, b=1e-6"])
-def test_a_deck_holds_each_world_by_its_share_and_each_goes_through_its_tasks(text):
-    for seed in range(3):
-        mixed, shares = mixture(text, seed)
-        assert sum(shares.values()) == pytest.approx(1)
-        drawn = [mixed.task("train", index) for index in range(3 * CARDS)]
-        for name, share in shares.items():
-            own = [task[2] for task in drawn if task[0] == name]
-            assert own == list(range(len(own))), "in order, none twice"
-            for start in range(0, 3 * CARDS, CARDS):
-                deck = [task for task in drawn[start : start + CARDS] if task[0] == name]
-                assert abs(len(deck) - share * CARDS) <= 1 and deck
-        again, _ = mixture(text, seed)
-        assert again.task("train", 2345) == drawn[2345], "without the places before it"
-        other, _ = mixture(text, seed + 7)
-        assert [other.task("train", index)[0] for index in range(3 * CARDS)] != [
-            name for name, *_ in drawn
-        ]
-
-
-def test_a_mixture_is_a_shuffle_and_each_deck_is_another():
-    mixed, _ = mixture("a, b")
-    names = [mixed.task("train", index)[0] for index in range(2 * CARDS)]
-    assert names[:CARDS] != names[CARDS:]
-    changes = sum(here != there for here, there in zip(names[:-1], names[1:], strict=True))
-    assert 0.45 < changes / len(names) < 0.55, "neither sorted nor in turn"
+@pytest.mark.parametrize("text", ["a=0.99, b=0.01", "a=5, b=3, c=2", "a, b, c"])
+def test_tasks_come_from_each_world_by_its_share(text):
+    mixed, shares = mixture(text)
+    assert sum(shares.values()) == pytest.approx(1)
+    drawn = [mixed.task("train", index) for index in range(4000)]
+    names = [name for name, *_ in drawn]
+    for name, share in shares.items():
+        assert names.count(name) / 4000 == pytest.approx(share, abs=0.03)
+    assert [index for *_, index in drawn] == list(range(4000)), "none twice"
+    assert mixture(text)[0].task("train", 2345) == drawn[2345]
+    other = mixture(text, seed=7)[0]
+    assert [other.task("train", index)[0] for index in range(4000)] != names
 
 
 def test_the_size_is_that_of_all_worlds_if_each_has_an_end():
@@ -71,13 +57,13 @@ def test_a_mixture_demonstrates_if_one_of_its_worlds_does(sandbox):
     assert demonstrates(open_world(TaskSection("miniature, domains"), 0, sandbox))
 
 
-def test_the_miniature_keeps_its_sequence_whatever_is_mixed_in(sandbox):
+def test_a_task_is_that_of_its_world(sandbox):
     mixed = open_world(TaskSection("miniature=0.8, domains=0.2"), 3, sandbox)
     alone = Miniature(3, sandbox)
     tasks = [mixed.task("held_out", index) for index in range(40)]
-    ours = [task for task in tasks if task.world == "miniature"]
-    assert ours == [alone.task("held_out", index) for index in range(len(ours))]
-    assert 25 <= len(ours) < 40
+    assert 25 <= sum(task.world == "miniature" for task in tasks) < 40
+    for index, task in enumerate(tasks):
+        assert task.world != "miniature" or task == alone.task("held_out", index)
     for task in tasks[:10]:
         assert mixed.environment(task, 0).task == task
 
