@@ -17,7 +17,7 @@ from typing import Any
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import ToolResult
-from nanorchestra.schemas import Json, check
+from nanorchestra.schemas import Json
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.replies import ReplayError, Reply, ReplyStore
 
@@ -49,7 +49,7 @@ class Spending:
         self.keep_in(file)
 
     def keep_in(self, file: Path | None) -> None:
-        """Keeps what is spent in `file`, from what it says on; before the first call. UserError."""
+        """Keeps what is spent in `file`, from what it says on; before the first call."""
         self.file = file
         if file is not None and file.exists():
             self.spent, self.bill = read_spent(file)
@@ -183,7 +183,6 @@ class Spending:
 
 
 def read_spent(file: Path) -> tuple[float, Counter[str]]:
-    """Returns the US dollars that a process has kept in a file, and its bill. UserError."""
+    """Returns the US dollars that a process has kept in a file, and its bill."""
     kept = read_json(file)
-    check(kept, "spent", str(file))
     return kept["spent_usd"], Counter(kept["bill_usd"])

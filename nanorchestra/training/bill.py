@@ -25,7 +25,7 @@ class Bill:
 
     @classmethod
     def open(cls, folder: Path, ranks: Ranks) -> Bill:
-        """Returns the bill that the run's directory `folder` keeps. UserError.
+        """Returns the bill that the run's directory `folder` keeps.
 
         Every rank keeps a file of its own there. All ranks call it together.
         """
