@@ -128,6 +128,12 @@ def endpoint_of(options: argparse.Namespace) -> Policy:
         option = name.replace("_", "-")
         right = f"--{option}: leave it out; a model behind a URL is given --temperature alone"
         require(getattr(options, name) is None, right)
+    orchestrates = policy.base.partition("@")[0].endswith(SERVED)
+    right = "leave out --tools and --index: it has tools of its own, and takes no others"
+    require(
+        not (orchestrates and (options.tools or options.index)),
+        f"--model {options.model}: {right}",
+    )
     limited = policy.settings["tools"] != "all" or "usd" in policy.settings
     right = "leave out basic, none and usd; here /tools and /prefer do that"
     require(not limited, f"--model {options.model}: {right}")
@@ -316,8 +322,8 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         spending = Spending(replies=replies)
         model = None if remote else source.path
         world = questions_of(model, options.tools, options.index, sandbox, spending)
-        if remote and title.endswith(SERVED) and not (options.tools or options.index):
-            world = OpenQuestions([])  # it has Python, or other tools, already
+        if remote and title.endswith(SERVED):
+            world = OpenQuestions([])  # it has tools of its own
         if remote:
             rollout, about = policy.load(spending, 1), told(policy)
         else:

@@ -17,16 +17,13 @@ from nanorchestra.records import Task
 from nanorchestra.serving.http import Server
 
 CALL = '<tool_call>\n{"name": "echo", "arguments": {"text": "hi"}}\n</tool_call>'
-LOOK = '<tool_call>\n{{"name": "look", "arguments": {{"at": "{}"}}}}\n</tool_call>'
 ABOUT = {
     "about": "One tool.",
     "examples": ["!ask"],
     "outside": "Ask like this.",
     "tools": [{"name": "echo", "description": "says it again", "price": "$0.25 per call"}],
 }
-LOOKS = f"{LOOK.format('left')}\n{CALL}\n{LOOK.format('right')}"
 SCRIPT = {
-    "look": f"<think>\nhmm\n</think>\n\n{LOOKS}<|im_end|>",
     "say": "<think>\nhmm\n</think>\n\nAnswer: fourty-two, or so.<|im_end|>",
     "call": f"<think>\nhmm\n</think>\n\n{CALL}\n{CALL}<|im_end|>",
     "ask": f"<think>\nhmm\n</think>\n\n{CALL}<|im_end|>",

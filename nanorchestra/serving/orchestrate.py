@@ -3,34 +3,25 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from copy import copy
 from dataclasses import asdict, dataclass
 
 from starlette.exceptions import HTTPException
 
-from nanorchestra.agent.environment import Environment, PreparedCall, refused_call
+from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.sequence import Completion, OnToken, SamplingParams
 from nanorchestra.errors import UserError, require
-from nanorchestra.records import Preference, Price, ToolCall, ToolResult, Trajectory
-from nanorchestra.schemas import Json, argument_error, check
-from nanorchestra.serving.protocol import (
-    OPENAPI,
-    SAMPLING,
-    dumps,
-    nothing_yet,
-    reasoning_tokens,
-    usage,
-)
+from nanorchestra.records import Preference, Price, Trajectory
+from nanorchestra.schemas import Json, check
+from nanorchestra.serving.protocol import OPENAPI, SAMPLING, nothing_yet, reasoning_tokens, usage
 from nanorchestra.serving.service import REQUEST_S, Service
-from nanorchestra.tools.allowance import Allowance, RefusedError
 
 MakeEnvironment = Callable[[str, Preference, int], Environment]  # of a question, and a seed
 MOST_CHARACTERS = 2_000  # of the words of a preference
 KEEP_S = 5.0  # without a chunk, after which `nothing_yet` is one
-MOST_WAITING = 512  # calls of clients' tools that attempts wait for
 REPORTED = "status", "cost_usd", "latency_s", "calls"  # of the trajectory, in the last chunk
 
 
@@ -39,63 +30,38 @@ async def orchestrated(
 ) -> AsyncIterator[Json]:
     """Runs an attempt at the last message of a body; closed, it ends the attempt.
 
-    Yields reasoning, calls and results as they come, then the answer, then the usage. Calls of the
-    client's own tools end the answer; the attempt waits for their results, which the last messages
-    of a later body bring.
+    Yields reasoning, calls and results as they come, then the answer, then the usage.
     """
     *before, last = body["messages"]
+    right = "NAME+tools runs the server's own alone; with NAME the client runs those that it brings"
+    require(not body.get("tools"), f"tools: {right}")
     check({**body, "last": last}, OPENAPI["components"]["schemas"]["WithTools"], "+tools")
-    if last["role"] == "tool":
-        attempt = _resumed(service, body["messages"])
-    else:
-        seed = body.get("seed", secrets.randbits(62))
-        env = make(last["content"], preference_of(body.get("metadata") or {}), seed)
-        if not env.task.data:  # a world's task stands alone
-            require("too_long" not in body, body.get("too_long", ""))
-            env.messages[:0] = before
-        attempt = ServedAttempt(service, rollout, env, seed, body)
+    seed = body.get("seed", secrets.randbits(62))
+    env = make(last["content"], preference_of(body.get("metadata") or {}), seed)
+    if not env.task.data:  # a world's task stands alone
+        require("too_long" not in body, body.get("too_long", ""))
+        env.messages[:0] = before
+    attempt = ServedAttempt(service, rollout, env, seed, body)
     async with aclosing(attempt.answer()) as chunks:
         async for chunk in chunks:
             yield chunk
 
 
-def _resumed(service: Service, messages: list[Json]) -> "ServedAttempt":
-    """Returns the attempt that waits for the results at the end of a chat, which it is given."""
-    results = {}
-    for message in reversed(messages):
-        if message["role"] != "tool":
-            break
-        results[message.get("tool_call_id")] = message["content"]
-    waiting = service.waiting.get(next(iter(results)))
-    right = f"no attempt waits for it: it did so for {REQUEST_S:g} s, or another one answered it"
-    require(waiting, f"messages[{len(messages) - 1}].tool_call_id: {right}")
-    missing = sorted(waiting.asked.keys() - results.keys())
-    require(not missing, f"messages: there is no result of {', '.join(missing)}")
-    waiting.resume(results)
-    return waiting
-
-
 class ServedAttempt:
-    """An attempt that a client follows, in one answer, or in several between its own tools' calls.
-
-    `asked` are the calls that it waits for, by their ids.
-    """
+    """An attempt that a client follows in one answer."""
 
     def __init__(self, service: Service, rollout: Rollout, env: Environment, seed: int, body: Json):
         self.service, self.tokenizer = service, rollout.tokenizer
-        self.chunks: asyncio.Queue[Json | None] = asyncio.Queue()  # None at the end of an answer
-        self.asked: dict[str, AskedCall] = {}
+        self.chunks: asyncio.Queue[Json | None] = asyncio.Queue()  # None at the end
         served = copy(rollout)
         if service.engine is None:
             service.check_room(1)
             self._ask_endpoint(served, body)
         else:
             self._ask_engine(served, body)
-        if body.get("tools"):
-            offer_to_client(env, body["tools"], self._ask)
         self.attempt = Attempt(served, 0, env, seed, self._on_event)
         self.task = asyncio.ensure_future(self._run())
-        self.task.add_done_callback(self._ended)
+        self.task.add_done_callback(lambda task: self.chunks.put_nowait(None))
         if service.engine is None:
             service.follow(self.task)
 
@@ -124,21 +90,13 @@ class ServedAttempt:
 
     async def _run(self) -> Trajectory:
         try:
-            async with asyncio.timeout(REQUEST_S) as self.limit:
+            async with asyncio.timeout(REQUEST_S):
                 return await self.attempt.run()
         except asyncio.CancelledError:  # the client has left, or the time is over
             self.attempt.trajectory.status = "stopped"
             raise
         finally:
             self.service.record(self.attempt.env.task, self.attempt.trajectory)
-            for name in self.asked:
-                self.service.waiting.pop(name, None)
-
-    def _ended(self, task):
-        """Ends the answer that is read; nobody reads why an attempt ended that waited too long."""
-        if not task.cancelled():
-            task.exception()
-        self.chunks.put_nowait(None)
 
     def _on_event(self, kind, payload):
         if kind in ("text", "turn"):
@@ -152,31 +110,22 @@ class ServedAttempt:
                 self.chunks.put_nowait(_chunk({}, result=asdict(result)))
 
     async def answer(self) -> AsyncIterator[Json]:
-        """Yields the chunks up to the attempt's end, or until it waits for the client."""
-        pauses = False
+        """Yields the chunks up to the attempt's end; closed, it ends the attempt."""
         try:
             yield _chunk({"role": "assistant"})
             while chunk := await self._next():
                 yield chunk
-            t = self.attempt.trajectory
-            if self.asked and not self.task.done():
-                self._wait()
-                pauses = True
-                asked = enumerate(self.asked.items())
-                calls = [call.as_chunk(i, name) for i, (name, call) in asked]
-                yield _chunk({"tool_calls": calls}, "tool_calls")
-            else:
-                if self.task.cancelled():
-                    raise HTTPException(*self.service.aborted)
-                t = self.task.result()
-                if t.status == "infrastructure":
-                    raise HTTPException(502, t.failure)
-                report = {name: getattr(t, name) for name in REPORTED}
-                if t.answer and "answer" in (known := self.attempt.env.task.data):
-                    report |= {"right": t.outcome > 0, "expected": known["answer"]}
-                delta = {"content": t.answer} if t.answer else {}
-                reason = "stop" if t.status == "answered" else "length"
-                yield _chunk(delta, reason, turns=[asdict(turn) for turn in t.turns], **report)
+            if self.task.cancelled():
+                raise HTTPException(*self.service.aborted)
+            t = self.task.result()
+            if t.status == "infrastructure":
+                raise HTTPException(502, t.failure)
+            report = {name: getattr(t, name) for name in REPORTED}
+            if t.answer and "answer" in (known := self.attempt.env.task.data):
+                report |= {"right": t.outcome > 0, "expected": known["answer"]}
+            delta = {"content": t.answer} if t.answer else {}
+            reason = "stop" if t.status == "answered" else "length"
+            yield _chunk(delta, reason, turns=[asdict(turn) for turn in t.turns], **report)
             sampled = sum(t.sampled)
             parts = (t.ids[turn.start : turn.end] for turn in t.turns)
             reasoning = sum(reasoning_tokens(self.tokenizer, part) for part in parts)
@@ -185,84 +134,14 @@ class ServedAttempt:
                 read, sampled, reasoning = counted["read"], counted["written"], 0
             yield {"choices": [], "usage": usage(read, sampled, 0, reasoning)}
         finally:
-            if not pauses:
-                self.task.cancel()
+            self.task.cancel()
 
     async def _next(self) -> Json | None:
-        """Returns the next chunk, None at the end of an answer; an empty one after KEEP_S."""
+        """Returns the next chunk, None at the end; an empty one after KEEP_S."""
         try:
             return await asyncio.wait_for(self.chunks.get(), KEEP_S)
         except TimeoutError:
             return nothing_yet()
-
-    def _wait(self):
-        """Makes the attempt one that a later body finds; the oldest ends if too many wait."""
-        waiting = self.service.waiting
-        waiting |= dict.fromkeys(self.asked, self)
-        if len(waiting) > MOST_WAITING:
-            next(iter(waiting.values())).task.cancel()
-
-    async def _ask(self, call: ToolCall) -> ToolResult:
-        """Returns the client's result of a call of one of its tools."""
-        loop = asyncio.get_running_loop()
-        asked = AskedCall(call, loop.create_future(), loop.time())
-        self.asked[f"call_{secrets.token_hex(12)}"] = asked
-        if len(self.asked) == 1:  # the others of the turn are asked before the loop comes round
-            loop.call_soon(self.chunks.put_nowait, None)
-        content = await asked.content
-        return ToolResult(content, latency_s=loop.time() - asked.since)
-
-    def resume(self, results: Json) -> None:
-        """Gives the attempt the results it waits for; it has as much time again as at first."""
-        self.limit.reschedule(asyncio.get_running_loop().time() + REQUEST_S)
-        asked, self.asked = self.asked, {}
-        for name, call in asked.items():
-            del self.service.waiting[name]
-            call.content.set_result(results[name])
-
-
-@dataclass
-class AskedCall:
-    """A call of a client's tool: `content` is settled by its result. `since`: the loop's time."""
-
-    call: ToolCall
-    content: asyncio.Future
-    since: float
-
-    def as_chunk(self, index: int, name: str) -> Json:
-        """Returns the call in the form of a chat's chunk."""
-        arguments = dumps(self.call.arguments).decode()
-        function = {"name": self.call.name, "arguments": arguments}
-        return {"index": index, "id": name, "type": "function", "function": function}
-
-
-def offer_to_client(
-    env: Environment, tools: list[Json], ask: Callable[[ToolCall], Awaitable[ToolResult]]
-) -> None:
-    """Offers a client's own tools beside those of an environment; `ask` makes their calls.
-
-    UserError for a name that the environment's tools have.
-    """
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    own = [tool["function"]["name"] for tool in env.tools]
-    same = sorted(functions.keys() & {*own})
-    require(not same, f"tools: the server has {', '.join(same)} already; give other names")
-    env.tools = [*env.tools, *tools]
-    env.prompt = ()  # what was encoded before lacks them
-    prepare = env.prepare
-
-    def prepared(call: ToolCall, allowance: Allowance) -> PreparedCall:
-        if call.error or call.name not in functions:
-            return prepare(call, allowance)
-        if problem := argument_error(call.arguments, functions[call.name].get("parameters") or {}):
-            return refused_call(f"{call.name}: {problem}")
-        try:
-            allowance.check_bans({call.name})
-        except RefusedError as error:
-            return refused_call(str(error))
-        return PreparedCall(lambda: ask(call))
-
-    env.prepare = prepared
 
 
 def preference_of(metadata: Json) -> Preference:

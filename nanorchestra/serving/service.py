@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from starlette.exceptions import HTTPException
 
@@ -50,7 +49,6 @@ class Service:
         self.live: dict[Request, Reader] = {}
         self.remote: set[asyncio.Future] = set()
         self.jobs = queue.SimpleQueue()  # (call, request) for the thread; None ends it
-        self.waiting: dict[str, Any] = {}  # attempts that wait for their client's tools, by call
         self.seconds = Counter()  # sums and counts of durations
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()

@@ -139,8 +139,18 @@ BAD = {
     ),
     "tools with tools": (
         CHAT,
-        json.dumps(chat_body(tools=[BIG], tool_choice="required") | {"model": "nano+tools"}),
+        json.dumps(chat_body(tools=[BIG]) | {"model": "nano+tools"}),
+        "tools: NAME+tools runs the server's own alone",
+    ),
+    "a tool that must be called": (
+        CHAT,
+        json.dumps(chat_body(tool_choice="required") | {"model": "nano+tools"}),
         "+tools: tool_choice",
+    ),
+    "an answer before": (
+        CHAT,
+        json.dumps(chat_body(role="assistant") | {"model": "nano+tools"}),
+        "+tools: last.role",
     ),
 }
 
@@ -582,70 +592,3 @@ def test_a_fuzzer_finds_no_error_of_the_server(running):
 
         attempt()
     running.assert_idle()
-
-
-LOOK = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Looks on the client's screen.",
-        "parameters": {
-            "type": "object",
-            "properties": {"at": {"type": "string"}},
-            "required": ["at"],
-        },
-    },
-}
-
-
-def test_a_clients_own_tools_stand_beside_those_of_the_server(http, running):
-    """The server runs its own; the client's call ends the answer, and its result goes on."""
-    body = chat_body("!look", model="nano+tools", tools=[LOOK])
-    first = http.post(CHAT, json=body).json()
-    (choice,) = first["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    calls = choice["message"]["tool_calls"]
-    assert [call["function"]["name"] for call in calls] == ["look", "look"]
-    assert json.loads(calls[0]["function"]["arguments"]) == {"at": "left"}
-    said = [*body["messages"], choice["message"]]
-    results = [
-        {"role": "tool", "tool_call_id": call["id"], "content": f"seen {number}"}
-        for number, call in enumerate(calls)
-    ]
-    half = http.post(CHAT, json=body | {"messages": [*said, results[0]]})
-    assert half.status_code == 400 and "there is no result of call_" in half.text
-    with http.stream(
-        "POST", CHAT, json=body | {"messages": said + results, "stream": True}
-    ) as stream:
-        chunks = events(stream)
-    report = chunks[-1]["nanorchestra"]
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    made = report["turns"][0]
-    assert [call["name"] for call in made["calls"]] == ["look", "echo", "look"]
-    assert [r["content"] for r in made["results"]] == ["seen 0", "hi", "seen 1"]
-    assert report["calls"] == {"look": 2, "echo": 1}
-    again = http.post(CHAT, json=body | {"messages": said + results})
-    assert again.status_code == 400 and "no attempt waits for it" in again.text
-    assert not running.server.service.waiting
-
-
-def test_calls_of_a_clients_tools_are_checked_and_may_be_forbidden(http, running):
-    wrong = {"type": "object", "properties": {"at": {"type": "integer"}}}
-    tool = {"type": "function", "function": LOOK["function"] | {"parameters": wrong}}
-    body = chat_body("!look", model="nano+tools")
-    report = http.post(CHAT, json=body | {"tools": [tool]}).json()["nanorchestra"]
-    results = [result["content"] for result in report["turns"][0]["results"]]
-    assert results[1] == "hi" and "look: at" in results[0] and report["calls"] == {"echo": 1}
-    same = {"type": "function", "function": LOOK["function"] | {"name": "echo"}}
-    reply = http.post(CHAT, json=body | {"tools": [same]})
-    assert reply.status_code == 400 and "the server has echo already" in reply.text
-
-
-def test_an_attempt_that_waits_too_long_for_its_client_ends(http, running, monkeypatch):
-    monkeypatch.setattr("nanorchestra.serving.orchestrate.REQUEST_S", 3.0)
-    body = chat_body("!look", model="nano+tools", tools=[LOOK])
-    answer = http.post(CHAT, json=body).json()["choices"][0]["message"]
-    wait(lambda: not running.server.service.waiting)
-    result = {"role": "tool", "content": "late", "tool_call_id": answer["tool_calls"][0]["id"]}
-    reply = http.post(CHAT, json=body | {"messages": [*body["messages"], answer, result]})
-    assert reply.status_code == 400 and "no attempt waits for it" in reply.text
