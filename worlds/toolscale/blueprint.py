@@ -10,8 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from nanorchestra.errors import UserError, require
+from nanorchestra.files import read_json
 from worlds.toolscale.act import PHRASES, people
-from worlds.toolscale.domain import Domain, leaves, read_shape
+from worlds.toolscale.domain import Domain, check_shape, leaves
 from worlds.toolscale.program import FAULTS, Json, ToolError, parse, parse_call, rules
 from worlds.toolscale.records import ColumnDraws
 from worlds.toolscale.words import Words, draw_words, expand
@@ -25,7 +26,9 @@ def load_blueprint(name: str) -> Json:
     path = HOME / f"{name}.json" if name in BUILT_IN else Path(name)
     known = f"there are {', '.join(BUILT_IN)}, or give a file NAME.json"
     require(path.suffix == ".json", f"domain {name!r}: {known}")
-    return read_shape("blueprint", path)
+    blueprint = read_json(path)
+    check_shape("blueprint", blueprint, str(path))
+    return blueprint
 
 
 @lru_cache(maxsize=32)

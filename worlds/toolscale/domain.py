@@ -94,14 +94,14 @@ class Domain:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Reads a directory. Raises UserError if a part is missing, damaged or of another form."""
-        parts = [read_shape(name, directory / f"{name}.json") for name in ("db", "tools")]
-        for line in (line for tool in parts[1] for line in tool["program"]):
+        """Reads a directory. Raises UserError if a part is missing or a program cannot be read."""
+        tables, tools = read_json(directory / "db.json"), read_json(directory / "tools.json")
+        for line in (line for tool in tools for line in tool["program"]):
             try:
                 parse(line)
             except ValueError as error:
                 raise UserError(f"{directory / 'tools.json'}: {error}") from None
-        return cls(directory.name, *parts, read_text(directory / "policy.md"))
+        return cls(directory.name, tables, tools, read_text(directory / "policy.md"))
 
 
 def leaves(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
@@ -132,13 +132,6 @@ def numbers(text: str) -> set[float]:
 
 def _spoken(text) -> str:
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).casefold().strip()
-
-
-def read_shape(name: str, path: Path) -> Any:
-    """Returns the JSON value of a file that must have the shape of that name. Raises UserError."""
-    value = read_json(path)
-    check_shape(name, value, str(path))
-    return value
 
 
 def check_shape(name: str, value: Any, where: str) -> None:

@@ -10,7 +10,6 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
-from nanorchestra.errors import require
 from worlds.toolscale.domain import USER, Domain, check_shape
 from worlds.toolscale.offers import EXPERTS, OTHERS
 from worlds.toolscale.program import Json, ToolError
@@ -43,10 +42,10 @@ def read_row(row: Json, where: str, domain: str = "") -> Json | None:
         "user_scenario": scenario | {"instructions": parts | reason},
         "initial_state": {key: value for key, value in state.items() if value},
         "evaluation_criteria": DEFAULTS | {k: v for k, v in criteria.items() if v is not None},
-    } | (_offer(row, where) if "model_mapping" in row else {})
+    } | (_offer(row) if "model_mapping" in row else {})
 
 
-def _offer(row, where) -> Json:
+def _offer(row) -> Json:
     """The tools, the experts and the preference of a training row."""
     functions = {f["name"]: f for f in (tool.get("function", tool) for tool in row["tools"])}
     asking, vector = functions.pop("call_expert", None), row["pref_vec"]
@@ -55,10 +54,8 @@ def _offer(row, where) -> Json:
     for alias, model in row["model_mapping"].items():
         if asking and alias not in json.dumps(asking):
             continue
-        prices, keys = row["tool_pricing"].get(model, {}), ("input", "output")
-        usd = [prices.get(f"{key}_tokens_per_million") for key in keys]
-        problem = f"{where}: tool_pricing has no input and output price of {model!r}"
-        require(None not in usd, problem)
+        prices = row["tool_pricing"][model]
+        usd = [prices[f"{key}_tokens_per_million"] for key in ("input", "output")]
         usd = [n * 1e6 if n < PER_TOKEN else n for n in usd]
         expert = simulated.get(model, OTHERS)
         experts.append(
