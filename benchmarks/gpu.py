@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_parts import NotHereError, Part, write  # noqa: E402
 
-# What the parts import. vLLM and flash-attn are measured beside the project where they are.
+# What the parts import. vLLM is measured beside the project where it is.
 NEEDED = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tqdm")
 DONE = ("done", "not here")
 

@@ -36,9 +36,6 @@ class RunSection:
         0, "CPU threads of torch, whatever OMP_NUM_THREADS says; 0: cores / ranks of this machine"
     )
     checkpoint_every: int = setting(10, "steps between checkpoints", least=1)
-    attention: Literal["auto", "triton"] = setting(
-        "auto", "GPU kernel of training, auto: flash-attn where it is installed and faster"
-    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -60,25 +59,6 @@ def assert_close(out: Tensor, exact: Tensor, multiple: float) -> None:
     worst = (out.double() - exact).abs().max().item()
     allowed = 8 * max(torch.finfo(out.dtype).eps, _FP32_SUMS) * max(exact.abs().max().item(), 1e-30)
     assert worst <= allowed, f"one element is off by {worst:.3g} (allowed: {allowed:.3g})"
-
-
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic
-):
-    """Stands in for flash-attn: computes in plain PyTorch what its documentation says."""
-    assert causal and deterministic and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-    outputs = []
-    for i in range(len(cu_seqlens_q) - 1):
-        (first, last), (start, end) = (x[i : i + 2].tolist() for x in (cu_seqlens_q, cu_seqlens_k))
-        rows, length = last - first, end - start
-        assert 0 < rows <= max_seqlen_q and length <= max_seqlen_k
-        keys, values = k[start:end], v[start:end]
-        # aligned with the last query and the last key
-        mask = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
-        heads_first = (x.transpose(0, 1)[None] for x in (q[first:last], keys, values))
-        out = F.scaled_dot_product_attention(*heads_first, mask, enable_gqa=True)
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
 
 
 ORDERS = ("ascending", "descending", "shuffled")

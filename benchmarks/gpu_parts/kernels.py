@@ -22,7 +22,6 @@ from triton.testing import do_bench
 from benchmarks.gpu_parts import Part, by_kernels
 from benchmarks.gpu_parts.cases import QWEN3_8B, SMALL, Case, all_cases
 from kernels.flash import Span, naive_attention
-from kernels.flash_attn import external_attention, external_plan, flash_attn_varlen_func
 from kernels.logprob import naive_linear_logprob
 from kernels.paged_decode import decode_attention, naive_decode_attention
 from kernels.paged_prefill import naive_prefill_attention
@@ -234,16 +233,13 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def peers_of(case: Case) -> dict[str, Function]:
-    """Returns functions that do the same job: torch, SDPA, cuBLAS, flash-attn."""
+    """Returns functions that do the same job: torch, SDPA, cuBLAS."""
     kernel = kernel_of(case)
     if kernel in ("rms_norm", "swiglu"):
         eager = _torch_rms_norm if kernel == "rms_norm" else _torch_swiglu
         return {"eager": eager, "compiled": torch.compile(eager, dynamic=False)}
     if kernel == "flash_attention":
-        peers = {"sdpa": _sdpa, "cudnn": sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(_sdpa)}
-        if flash_attn_varlen_func is not None:
-            peers["flash_attn"] = _flash_attn
-        return peers
+        return {"sdpa": _sdpa, "cudnn": sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(_sdpa)}
     if case.name == "linear_logprob":  # writes the logits
         return {"cublas": lambda hidden, weight, *_: hidden @ weight.T}
     if kernel == "quantised_linear":
@@ -267,8 +263,3 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1)
-
-
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    plan = external_plan([Span(0, len(q), 0, len(q))], q.device)
-    return external_attention(q, k, v, plan)

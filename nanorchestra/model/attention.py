@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.flash import FlashWork, Span, flash_attention, flash_work
-from kernels.flash_attn import ExternalPlan, external_attention, external_plan
 from kernels.paged_decode import DecodeWork, decode_attention
 from kernels.paged_prefill import prefill_attention
 from kernels.qk_norm_rope import qk_norm_rope_store
@@ -193,12 +192,11 @@ class PackedAttention:
     """Attention over a pack of sequences: samples share prompts, and prompts their beginning.
 
     A pack is a list of segments that cover it in order, without gaps. A segment attends to its
-    prefixes and causally to itself. No token is padding, and no [T, T] mask is made. `kernel` names
-    the kernel of a GPU: "triton" or "flash-attn" (kernels/flash_attn.py).
+    prefixes and causally to itself. No token is padding, and no [T, T] mask is made.
     """
 
-    def __init__(self, segments: Sequence[Segment], kernel: str = "triton"):
-        self.segments, self.kernel = segments, kernel
+    def __init__(self, segments: Sequence[Segment]):
+        self.segments = segments
         self._work: Work | None = None  # made by the first layer, used by all
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
@@ -210,8 +208,6 @@ class PackedAttention:
         """Returns attention of q [T, H, D] over k and v [T, Hkv, D] -> [T, H, D]."""
         if self._work is None:
             self._work = self._make_work(q)
-        if isinstance(self._work, ExternalPlan):
-            return external_attention(q, k, v, self._work)
         if isinstance(self._work, FlashWork):
             return flash_attention(q, k, v, self._work)
         # In fp32: PyTorch's backward takes three times as long for short spans in 16 bits.
@@ -222,8 +218,6 @@ class PackedAttention:
         spans = segment_spans(self.segments)
         if not by_kernel(q):
             return _cpu_spans(spans)
-        if self.kernel == "flash-attn":
-            return external_plan(spans, q.device)
         return flash_work(spans, q.device, q.dtype)
 
 
@@ -281,7 +275,7 @@ def _cpu_spans(spans: Sequence[Span]) -> list[Span]:
     return merged
 
 
-Work = FlashWork | ExternalPlan | list[Span]  # what a kernel of PackedAttention needs
+Work = FlashWork | list[Span]  # what attention over a pack needs, on a GPU and on a CPU
 
 
 class _SpanAttention(torch.autograd.Function):

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from kernels.flash_attn import choose_attention
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.config import DRAFT, Config
 from nanorchestra.engine.engine import Engine
@@ -137,7 +136,6 @@ def build_trainer(
             activation_checkpointing=config.parallel.activation_checkpointing,
             cpu_offload=config.parallel.cpu_offload,
             dtype=dtype,
-            attention=choose_attention(config.run.attention, dtype, ranks.device),
         ),
     )
 

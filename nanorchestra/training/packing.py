@@ -104,10 +104,8 @@ def by_sample(batches: Sequence[MicroBatch], values: Sequence[float]) -> dict[in
     return cut
 
 
-def pack(
-    groups: Sequence[Group], device: torch.device | str = "cpu", attention: str = "triton"
-) -> MicroBatch:
-    """Returns the groups as one micro-batch. `attention` names the kernel of PackedAttention.
+def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> MicroBatch:
+    """Returns the groups as one micro-batch.
 
     Without groups the pack is one id that predicts nothing, for a rank that has no work but must
     take part in forward and backward.
@@ -134,7 +132,7 @@ def pack(
         samples=samples,
         tokens=integers(layout.tokens),
         positions=integers(layout.positions),
-        attention=PackedAttention(layout.segments, attention),
+        attention=PackedAttention(layout.segments),
         pairs=sum(layout.positions) + len(layout.positions),
         source=integers(source),
         targets=integers(targets),

@@ -33,7 +33,6 @@ class TrainerSettings:
     activation_checkpointing: bool = False  # keep a layer's input only, recompute it in backward
     cpu_offload: bool = False  # of a sharded model: weights and moments in host memory
     dtype: torch.dtype = torch.float32  # of computing, in a sharded reference
-    attention: str = "triton"  # kernel of PackedAttention on a GPU
 
 
 class Trainer:
@@ -77,10 +76,7 @@ class Trainer:
             return group.tokens * costs.token_flops + pairs * costs.pair_flops
 
         shares = divide(groups, self.ranks.world_size, self.settings.token_budget, flops)
-        return [
-            pack(batch, self.ranks.device, self.settings.attention)
-            for batch in shares[self.ranks.rank]
-        ]
+        return [pack(batch, self.ranks.device) for batch in shares[self.ranks.rank]]
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Returns the model's hidden states that predict the ids in the loss, [N, hidden]."""

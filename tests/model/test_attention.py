@@ -63,14 +63,6 @@ def test_pack_equals_each_sequence_alone(dtype, tolerance, name):
         torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_cpu_has_its_own_attention_whatever_the_kernel_of_a_gpu():
-    """flash-attn would ask for a GPU, and Triton for its interpreter."""
-    segments = [Segment(*fields) for fields in PACKS["two groups"]]
-    q, k, v = (torch.randn(103, heads, 16) for heads in (6, 2, 2))
-    out = packed(segments, q, k, v)
-    assert torch.equal(PackedAttention(segments, kernel="flash-attn").attend(q, k, v), out)
-
-
 @pytest.mark.parametrize("prefix", [(5, 3), (0, 13), (20, 4)], ids=str)
 def test_a_prefix_that_is_no_earlier_segment_is_refused(prefix):
     """It begins inside of one, is longer than one, or is the segment itself."""
