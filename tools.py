@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.agent.environment import Tool
-from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.errors import UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
@@ -237,12 +236,7 @@ class Catalogue:
         for role in roles:
             role.helpers = self._helpers(role, [tool for tool in made if tool not in roles])
             helping += role.helpers
-        offered = [tool for tool in made if tool not in helping]
-        for outer in offered:
-            if isinstance(outer, Orchestrator):
-                outer.tools = [t for t in offered if not isinstance(t, Orchestrator)]
-                outer.load()
-        return offered
+        return [tool for tool in made if tool not in helping]
 
     def _helpers(self, role, tools) -> list[Tool]:
         """Returns those of the tools that do what the role's experts write. UserError."""
@@ -271,7 +265,7 @@ class Catalogue:
             name = settings["name"]
             expert = self._expert(settings.pop("expert"), where, name)
             return ExpertTool(experts={name: expert}, **settings)
-        return self._role(where, settings) if kind == "role" else Orchestrator(**settings)
+        return self._role(where, settings)
 
     def _served(self, entries) -> list[Tool]:
         """Returns the tools of MCP servers."""

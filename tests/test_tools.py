@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from openai_server import openai_server, said
 
-from nanorchestra.agent import nested
 from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
@@ -297,17 +296,6 @@ def test_a_shipped_catalogue_has_the_experts_of_the_paper(name, sandbox, tmp_pat
             assert expert.note and min(expert.price) > 0
             assert alias in shown and expert.model not in shown
         assert " | 0s" not in shown
-
-
-def test_an_orchestrator_can_be_an_expert_to_a_set_depth(load, tmp_path, monkeypatch):
-    """It is loaded with the catalogue, once for each depth: before an engine takes the memory."""
-    loaded = []
-    monkeypatch.setattr(nested, "load_rollout", lambda *given, **options: loaded.append(options))
-    (tmp_path / "config.json").write_text("{}")
-    deputy = {"name": "deputy", "kind": "orchestrator", "description": "d", "model": "."}
-    code, outer = load({"tools": [CODE, deputy | {"depth": 2}]})
-    assert outer.tools == [code] and outer.depth == 2 and len(loaded) == 2
-    nested._load.cache_clear()
 
 
 MY_TOOLS = '''

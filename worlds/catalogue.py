@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from nanorchestra.agent.environment import Tool
-from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.records import Price, Task, ToolResult, banned
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import count_tokens
@@ -162,12 +161,7 @@ def _priced(tool: Tool, description: str) -> str:
 
 
 def simulated(tool: Tool, task: Task, seed: int) -> Tool:
-    """Returns a tool of the catalogue whose language models are simulated for one attempt.
-
-    Those of an orchestrator's tools are, too.
-    """
-    if isinstance(tool, Orchestrator):
-        return replace(tool, tools=[simulated(inner, task, seed) for inner in tool.tools])
+    """Returns a tool of the catalogue whose language models are simulated for one attempt."""
     if not experts_of(tool):
         return tool
     is_role = isinstance(tool, RoleTool)

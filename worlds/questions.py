@@ -22,7 +22,6 @@ from pathlib import Path
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.lessons import Lesson
-from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.agent.world import Split
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import UserError, require
@@ -178,11 +177,7 @@ class QuestionWorld:
         tools = {
             alias: weight for name, weight in preference.tools.items() for alias in aliases[name]
         }
-        # The tools of an orchestrator have the catalogue's names.
-        nested = any(isinstance(tool, Orchestrator) for tool in offers)
-        kept = [
-            ban for ban in preference.never if nested or ban not in catalogue.names_of(self.tools)
-        ]
+        kept = [ban for ban in preference.never if ban not in catalogue.names_of(self.tools)]
         never = [*catalogue.reached(preference.never, offers), *kept]
         return replace(preference, text=text, tools=tools, never=list(dict.fromkeys(never)))
 

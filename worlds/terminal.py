@@ -15,7 +15,6 @@ from typing import TextIO
 
 from nanorchestra.agent.environment import Tool, ToolEnvironment
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.agent.nested import Orchestrator
 from nanorchestra.agent.transcript import Transcript
 from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import append_line, read_json_lines
@@ -94,10 +93,6 @@ class OpenQuestions:
         never = [*preference.never, *reached(preference.never, self.tools)]
         preference = replace(preference, never=list(dict.fromkeys(never)))
         tools = [tool for tool in self.tools if tool.name not in self.off]
-        for place, tool in enumerate(tools):
-            if isinstance(tool, Orchestrator):  # it has no tool that is switched off, either
-                inner = [each for each in tool.tools if each.name not in self.off]
-                tools[place] = replace(tool, tools=inner)
         return ToolEnvironment(Task("asked", question, preference), tools)
 
 

@@ -24,9 +24,7 @@ NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled ch
 PAGE = 16  # tokens of a KV page
 
 
-def fetch_model(
-    word: str | Path, quantise: str | None = None, device: torch.device | None = None
-) -> Source:
+def fetch_model(word: str | Path, quantise: str | None = None) -> Source:
     """Returns where the model of a user's word lies; one of the hub is downloaded.
 
     Before the download a line on stderr says what it needs of disk and memory. Options are those of
@@ -34,7 +32,7 @@ def fetch_model(
     """
     source = find(word)
     if source.missing:
-        device = device or device_named()
+        device = device_named()
         needed, memory = _weight_bytes(source, quantise, device), memory_bytes(device)
         needs = f"needs {gigabytes(needed)} of memory for its weights, of {gigabytes(memory)} here"
         print(f"{source.summary}; {needs}", file=sys.stderr)
@@ -70,8 +68,6 @@ def load_rollout(
     sampling: Json,
     running: int,
     quantise: str | None = None,
-    device: torch.device | None = None,
-    least_pool: bool = False,
     chats: bool = False,
     **engine_options: int,
 ) -> Rollout:
@@ -80,12 +76,11 @@ def load_rollout(
     A checkpoint in bfloat16 stays so on a CPU that multiplies it, which is faster in half the
     memory. `sampling` has fields of SamplingParams. `running` attempts run at a time; the model's
     positions bound their context too. quantise: "int8", "int4" or "fp8" rounds the linear layers.
-    device: None: this thread's GPU, else the CPU. The KV pool of a GPU is what memory is free,
-    unless engine_options of Engine say another, or `least_pool`, with which it has room for
-    `running` attempts, as on a CPU. With `chats` the tokenizer may lack Qwen3's markers: such a
-    model answers, but calls no tools. UserError if the checkpoint is not whole.
+    The KV pool of a GPU is what memory is free, unless engine_options of Engine say another; that
+    of a CPU has room for `running` attempts. With `chats` the tokenizer may lack Qwen3's markers:
+    such a model answers, but calls no tools. UserError if the checkpoint is not whole.
     """
-    device = device or device_named()
+    device = device_named()
     cuda = device.type == "cuda"
     dtype = str(_dtype(path, device)).removeprefix("torch.")
     model, tokenizer = load_model(path, str(device), dtype, quantise)
@@ -96,7 +91,7 @@ def load_rollout(
     elif tokenizer.template is not None:
         chat.check_template(tokenizer)
     context = min(limits.context_tokens, model.config.max_position_embeddings)
-    if (least_pool or not cuda) and not engine_options:
+    if not cuda and not engine_options:
         pages_per_attempt = -(-context // PAGE) + 1
         engine_options = {"num_pages": running * pages_per_attempt, "page_size": PAGE}
     try:

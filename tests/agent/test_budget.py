@@ -1,7 +1,7 @@
-"""A user's dollars and bans hold over a whole tree of calls, whatever the policy writes.
+"""A user's dollars and bans hold, whatever the policy writes.
 
-A policy that writes anything plays attempts in every world, under published roles, with nested
-orchestrators and behind an endpoint. Its experts are asked at a stand-in for a server that counts
+A policy that writes anything plays attempts in every world, under published roles and behind an
+endpoint. Its experts are asked at a stand-in for a server that counts
 as many tokens as it honestly can. `BUDGET_ATTEMPTS=10000` plays more.
 """
 
@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 
 from data_gen import main as data_gen
-from nanorchestra.agent import nested
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
@@ -149,7 +148,7 @@ class Wasteful:
 
 
 @pytest.fixture
-def play(nano_tokenizer, tmp_path_factory, monkeypatch):
+def play(nano_tokenizer, tmp_path_factory):
     """play(kind, seed) plays an attempt of a kind; returns it with its limits and the ledger."""
     folder = tmp_path_factory.mktemp("budget")
     (folder / "config.json").write_text("{}")
@@ -194,26 +193,6 @@ def play(nano_tokenizer, tmp_path_factory, monkeypatch):
             records,
         ]
 
-    def orchestrator():
-        depth, tools = rng.randint(1, 3), rng.choice((plain, roles))()
-        inner = nested.Orchestrator("inner", "d", str(folder), tools, depth, 4)
-        return nested.Orchestrator("deputy", "d", str(folder), [*plain(), inner], depth, 4)
-
-    def load():
-        rollout = Rollout(
-            Babbler(nano_tokenizer, rng), nano_tokenizer, lambda *p: p, LIMITS, Price(3, 15)
-        )
-        run = rollout.run
-
-        def observed(environments, seeds):
-            rollout.engine.env = environments[0]
-            return run(environments, seeds)
-
-        rollout.run = observed
-        return rollout
-
-    # No cache: an orchestrator may stand inside itself.
-    monkeypatch.setattr(nested, "_loaded", lambda *_: (load(), nested.threading.Lock()))
     named = {
         "miniature": "miniature",
         "questions": f"questions:{folder / 'rows.jsonl'}",
@@ -248,7 +227,6 @@ def play(nano_tokenizer, tmp_path_factory, monkeypatch):
             "roles": roles,
             "experts": plain,
             "endpoint": plain,
-            "nested": lambda: [*roles()[:2], orchestrator()],
         }
         return ToolEnvironment(Task("t", "What is it?"), tools[kind]())
 
@@ -309,7 +287,6 @@ KINDS = (
     "domain of models",
     "roles",
     "experts",
-    "nested",
     "endpoint",
 )
 

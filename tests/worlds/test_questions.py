@@ -30,7 +30,6 @@ from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
 from nanorchestra.tools.allowance import Allowance, most_usd
 from nanorchestra.training import build
-from worlds.catalogue import SimulatedModel
 from worlds.load import open_world
 from worlds.questions import load_rows
 
@@ -198,24 +197,6 @@ def test_a_row_or_the_config_says_what_the_user_wants(world):
         names = [o["name"] for o in task.data["tools"] if o["what"] == "strong"]
         assert task.preference.never == names
         assert task.preference.usd == 0.02 and task.preference.name == "cheap"
-
-
-def test_bans_and_simulation_reach_the_tools_of_an_orchestrator(world, tmp_path):
-    """Its tools have the catalogue's names, where the task's have aliases."""
-    made = json.loads(Path(catalogue(tmp_path)).read_text())
-    made["tools"].append({"name": "boss", "kind": "orchestrator", "description": "d"})
-    made["tools"][-1]["model"] = str(NANO)
-    (tmp_path / "nested.json").write_text(json.dumps(made))
-    worlds = world(tools=str(tmp_path / "nested.json"), judge="", preference="never=strong")
-    met = 0
-    for task in [worlds.task("train", i) for i in range(30)]:
-        env = worlds.environment(task, 0)
-        if boss := env.by_name.get("boss"):
-            met += 1
-            assert "strong" in task.preference.never
-            inner = {tool.name: tool for tool in boss.tools}
-            assert all(isinstance(inner[name].expert, SimulatedModel) for name in MODELS)
-    assert met > 5
 
 
 def test_a_row_that_is_no_question_is_left_out_with_one_line(tmp_path, capsys):
