@@ -1,8 +1,7 @@
-"""Checks JSON by schemas, and reads JSON from outside within bounds."""
+"""Checks JSON by schemas, and reads JSON from outside."""
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,9 +15,6 @@ from nanorchestra.files import read_json
 
 Json = dict[str, Any]  # a JSON object
 MOST_DEPTH = 64  # levels of JSON from outside; what is read by recursion stays far from its limit
-MOST_VALUES = 10_000  # of JSON from outside
-STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # of JSON, or one that does not end
-LONGEST_INTEGER = 20  # characters
 SHAPES = {file.stem: read_json(file) for file in Path(__file__).with_name("shapes").glob("*.json")}
 
 
@@ -122,34 +118,17 @@ def bounded_json(text: str) -> Any:
     """Returns the JSON value of a text from outside, in which nothing surprises its reader.
 
     A number that is not finite or has no place in 64 bits becomes null, half a surrogate pair the
-    replacement character. Raises ValueError for what is not JSON, is nested deeper than MOST_DEPTH
-    or has more than MOST_VALUES values.
+    replacement character. Raises ValueError for what is not JSON or is nested deeper than
+    MOST_DEPTH.
     """
-    if _commas(text) >= MOST_VALUES:  # before any value takes memory
-        raise ValueError(f"more than {MOST_VALUES} values")
     try:
-        value = json.loads(text, parse_int=_integer)
+        value = json.loads(text)
         deep = any(depth > MOST_DEPTH for depth, _ in enumerate(levels(value), 1))
     except RecursionError:
         deep = True
     if deep:
         raise ValueError(f"nested deeper than {MOST_DEPTH} levels")
     return _plain(value)
-
-
-def _commas(text) -> int:
-    """Returns how many commas of a text stand outside of strings, up to MOST_VALUES."""
-    commas, end = 0, 0
-    for number, string in enumerate(STRING.finditer(text)):
-        commas += text.count(",", end, string.start())
-        end = string.end()
-        if commas > MOST_VALUES or number > 2 * MOST_VALUES:  # a value has a name at most
-            return MOST_VALUES
-    return commas + text.count(",", end)
-
-
-def _integer(digits) -> int | None:
-    return int(digits) if len(digits) <= LONGEST_INTEGER else None
 
 
 def _plain(value):

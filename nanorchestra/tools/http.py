@@ -1,6 +1,6 @@
 """Posts JSON to a server and reads its JSON reply, whatever the server does.
 
-Time, tries, memory and the reply's numbers and nesting are bounded; each failure is one line. The
+Time, tries, bytes of a reply and its nesting are bounded; each failure is one line. The
 API key and the values of headers come from environment variables, go to the address that was named,
 and reach no message. No redirect is followed and ~/.netrc is not read. An https:// address is
 reached through the proxy of the variable HTTPS_PROXY, unless NO_PROXY excepts it: a tunnel, which

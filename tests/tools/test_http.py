@@ -88,7 +88,6 @@ FAULTS = {  # name: (what is sent, how the call ends, what it says, whether the 
         reply(b"busy", "503 Busy", "Retry-After: -5, nan, \xff"), INFRASTRUCTURE, "HTTP 503", FREE,
     ),
     "usage of 10^400": (uses(b"1" + b"0" * 400, b"5"), ANSWERED, "42", BILLED),
-    "usage of 10^5000": (uses(b"1" + b"0" * 5000, b"5"), ANSWERED, "42", BILLED),
     "usage of 10^18": (uses(b"1" + b"0" * 18, b"1" + b"0" * 18), ANSWERED, "42", BILLED),
     "usage of NaN": (uses(b"NaN", b"-Infinity"), ANSWERED, "42", BILLED),
     "usage of 1e999": (uses(b"1e999", b"-1e999"), ANSWERED, "42", BILLED),
@@ -105,21 +104,8 @@ FAULTS = {  # name: (what is sent, how the call ends, what it says, whether the 
         reply(INSIDE % (b'{"text":' * 900 + b"1" + b"}" * 900)),
         INFRASTRUCTURE, "nested deeper", BILLED,
     ),
-    "a million choices": (
-        reply(b'{"choices": [' + b"{}," * 10**6 + b"{}]}"),
-        INFRASTRUCTURE, "more than 10000 values", BILLED,
-    ),
-    "millions of quotes": (reply(b"{" + b'"' * 8_000_000), INFRASTRUCTURE, "10000", BILLED),
     "9000 choices": (
         reply(b'{"choices": [' + b"{}," * 9000 + b"{}]}"), INFRASTRUCTURE, "required", BILLED,
-    ),
-    "millions of lists": (
-        reply(INSIDE % (b"[" + b"[]," * 2_700_000 + b"1]")),
-        INFRASTRUCTURE, "more than 10000 values", BILLED,
-    ),
-    "millions of texts": (
-        reply(INSIDE % (b"[" + b'"ab",' * 1_600_000 + b"1]")),
-        INFRASTRUCTURE, "more than 10000 values", BILLED,
     ),
     "1.5 GB": (flood(OK + b"\r\n{"), INFRASTRUCTURE, "more than 8 MiB", BILLED),
     "an error of 1.5 GB": (
@@ -249,9 +235,7 @@ def test_whatever_a_server_does_is_one_line_in_bounded_time_and_billed_once(serv
     assert asked.ask(text, "e").content == "42"  # the next call finds nothing amiss
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FAULTS if re.search(r"million|GB|10\^6|bomb", name)]
-)
+@pytest.mark.parametrize("name", [name for name in FAULTS if re.search(r"GB|10\^6|bomb", name)])
 def test_no_reply_takes_more_memory_than_its_bound(server, name):
     server.raw = FAULTS[name][0]
     tracemalloc.start()
@@ -395,11 +379,8 @@ def test_json_from_outside_is_plain():
     assert bounded_json('[1, 1e999, NaN, "\\ud83d\\ude00 \\ud83d", true, 9223372036854775808]') == [
         1, None, None, "\U0001f600 \ufffd", True, None,
     ]  # fmt: skip
-    assert bounded_json(json.dumps(["a, b, " * 9000])) == ["a, b, " * 9000]
-    assert len(bounded_json(json.dumps(['"\\,' * 9000] * 3))) == 3
-    for text in ("[" * 64 + "]" * 64, json.dumps([0] * 9000)):
-        bounded_json(text)
-    for text in ("[" * 65 + "]" * 65, "[" * 10**5, json.dumps([0] * 10_002), "", "{]"):
+    bounded_json("[" * 64 + "]" * 64)
+    for text in ("[" * 65 + "]" * 65, "[" * 10**5, "", "{]"):
         with pytest.raises(ValueError):
             bounded_json(text)
 
