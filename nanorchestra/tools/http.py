@@ -300,35 +300,11 @@ def _seconds(retry_after: str) -> float:
 
 
 def masked(text, secrets, least=1) -> str:
-    """Returns a text without the values of headers, however JSON or an address writes them.
-
-    Values of fewer characters than `least` stay.
-    """
+    """Returns a text without the values of headers; those of fewer characters than `least` stay."""
     for value in sorted(secrets, key=len, reverse=True):
         if len(value) >= least:
-            text = _writings(value).sub("...", text)
+            text = text.replace(value, "...")
     return text
-
-
-@cache
-def _writings(value) -> re.Pattern[str]:
-    """Returns what matches a value as it is, and with any of its characters escaped.
-
-    JSON escapes by a backslash, also with u and hex digits, JSON inside JSON by up to four
-    backslashes, and an address by % and hex digits.
-    """
-    characters = []
-    for character in value:
-        plain = re.escape(character)
-        units = character.encode("utf-16-be", "surrogatepass")
-        codes = [units[i : i + 2].hex() for i in range(0, len(units), 2)]
-        forms = [
-            "".join(rf"\\{{1,4}}u(?i:{code})" for code in codes),
-            "".join(f"%(?i:{byte:02x})" for byte in character.encode("utf-8", "surrogatepass")),
-            rf"\\{{0,4}}{plain}" if character in '"/\\' else plain,
-        ]
-        characters.append(f"(?:{'|'.join(forms)})")
-    return re.compile("".join(characters))
 
 
 def _without(value, secrets) -> Any:
