@@ -6,7 +6,6 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from invariants import check_scheduler
 
 from nanorchestra.engine.cpu_runner import CpuRunner
@@ -82,7 +81,7 @@ def model():
 def engine(model, ahead: bool, **settings) -> Engine:
     made = Engine(model, **{"num_pages": 40, "page_size": 4, "max_batch_tokens": 24} | settings)
     if ahead:
-        made.runner = AheadRunner(model, made.blocks.num_pages, 4, made.vocab_size, torch.float32)
+        made.runner = AheadRunner(model, made.blocks.num_pages, 4, made.vocab_size)
     return made
 
 
