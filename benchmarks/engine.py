@@ -238,7 +238,7 @@ class Bench:
     def group_sampling(
         self, sampled: int = 24, prompts: int = 8, samples: int = 8, prompt: int = 300
     ) -> dict[str, float]:
-        """Samples in groups, prefill included. The engine computes a group's prompt once."""
+        """Samples in groups, prefill included. A group's full pages of prompt are computed once."""
         texts = [self.ids(prompt) for _ in range(prompts)]
         elapsed = self.median(lambda: self.sample(texts, samples, sampled))
         work = group_work(prompts, prompt, samples, sampled)

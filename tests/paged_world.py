@@ -7,7 +7,7 @@ import itertools
 from invariants import check_scheduler
 
 from nanorchestra.engine.block_manager import BlockManager
-from nanorchestra.engine.scheduler import Batch, PageCopy, Scheduler
+from nanorchestra.engine.scheduler import Batch, Scheduler
 from nanorchestra.engine.sequence import Request, SamplingParams, Sequence
 
 
@@ -16,11 +16,6 @@ class FakePool:
 
     def __init__(self, blocks: BlockManager):
         self.blocks, self.slots = blocks, {}
-
-    def copy(self, copies: list[PageCopy]) -> None:
-        for copy in copies:
-            for offset in range(self.blocks.page_size):
-                self.slots[copy.target, offset] = self.slots.get((copy.source, offset))
 
     def _history(self, sequence: Sequence, position: int) -> tuple:
         return self.blocks.root, tuple(sequence.ids[: position + 1])
@@ -97,7 +92,6 @@ class World:
             assert chunk.count > 0
             assert chunk.is_last == (chunk.end == len(chunk.request.ids))
             chunks.append((chunk.request.sequence, chunk.start, chunk.end))
-        self.pool.copy(batch.page_copies)
         for sequence, start, end in chunks:
             assert start == sequence.num_computed, "a chunk leaves a gap"
             self.pool.write(sequence, start, end)

@@ -47,8 +47,6 @@ class CpuRunner:
 
     def launch(self, batch: Batch, after: Any = None) -> Tensor:
         """Computes the batch; returns the logits [len(batch.sampled), vocab]."""
-        for copy in batch.page_copies:
-            self.kv_cache[:, :, copy.target] = self.kv_cache[:, :, copy.source]
         chunks = all_chunks(batch)
         tokens, positions = [], []
         sampled_rows = []  # places of the last tokens of those that are sampled

@@ -136,8 +136,8 @@ class Engine:
     ) -> list[Completion]:
         """Samples each prompt to its end. Returns the completions in the same order.
 
-        Equal prompts share their prefill; give them different seeds. Raises UserError if a prompt
-        cannot be served, and then serves none; NotFiniteError if the model computes NaN.
+        Equal prompts share their full pages; give them different seeds. Raises UserError if a
+        prompt cannot be served, and then serves none; NotFiniteError if the model computes NaN.
         """
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)

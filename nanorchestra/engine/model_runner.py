@@ -245,8 +245,6 @@ class ModelRunner:
         with self._on_device():
             if self.device.type == "cuda":
                 self._stream = torch.cuda.current_stream()
-            for copy in batch.page_copies:
-                self.kv_cache[:, :, copy.target].copy_(self.kv_cache[:, :, copy.source])
             sizes = sorted(self.graphs) if self.use_graphs else ()
             step = self._host.fill(batch, None if after is None else after.row_of, sizes)
             used = step.inputs.bytes_of_rows(step.shape.decodes + step.shape.chunks)

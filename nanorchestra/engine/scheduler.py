@@ -5,10 +5,8 @@ Every step first decodes all running requests that are past their prefill, and s
 present tokens fit, whatever its max_tokens. When pages run out, the newest sequence loses its
 pages, whether it runs or waits for a tool. It is computed again later, mostly from indexed pages.
 
-Equal prompts are prefilled once. A request whose prompt is being prefilled waits for the end of
-that prefill, then takes its full pages, copies its part-filled one, and computes the last token
-alone. A request that only shares a prefix with a prompt in prefill waits until the pages of the
-prefix are indexed.
+A prefix that prompts share is prefilled once. A request waits while a running prefill is about to
+write its next full page, then takes the indexed pages and computes what is left.
 """
 
 import bisect
@@ -35,14 +33,6 @@ class Chunk:
 
 
 @dataclass
-class PageCopy:
-    """A page whose KV is copied into another one before the step computes anything."""
-
-    source: int
-    target: int
-
-
-@dataclass
 class Batch:
     """What one step computes: one token of each request in `decodes`, then the chunks.
 
@@ -51,7 +41,6 @@ class Batch:
 
     decodes: list[Request] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
-    page_copies: list[PageCopy] = field(default_factory=list)
     failed: dict[Request, Exception] = field(default_factory=dict)
 
     @property
@@ -92,7 +81,6 @@ class _Admission:
 
     batch: Batch
     budget: int  # tokens that are left for prefill
-    prompts: dict[int, Request]  # by prompt_hash, the oldest running request with this prompt
     coming_pages: set[Key]  # keys of the full pages that running prefills write next
 
 
@@ -129,10 +117,7 @@ class Scheduler:
         self._may_admit = True
 
     def schedule(self) -> Batch:
-        """Returns the next step and takes its pages.
-
-        Nothing counts as computed before `commit`, but for what the step copies first.
-        """
+        """Returns the next step and takes its pages. Nothing counts as computed before `commit`."""
         batch = Batch()
         self._schedule_decodes(batch)
         budget = self.max_batch_tokens - len(batch.decodes)
@@ -254,12 +239,7 @@ class Scheduler:
         """Admits requests in order, until one has to wait for rows, tokens or pages."""
         if not self.waiting:
             return
-        admission = _Admission(
-            batch,
-            budget,
-            prompts={request.prompt_hash: request for request in reversed(self.running)},
-            coming_pages=set(),
-        )
+        admission = _Admission(batch, budget, coming_pages=set())
         for request in self.running:
             if request.remaining > 1:
                 self._note_coming_page(admission, request)
@@ -270,8 +250,6 @@ class Scheduler:
             if admission.budget <= 0:
                 return
             try:
-                if self._waits_for_its_prompt(admission, request):
-                    continue
                 self._share_prefix(request)
                 if self._waits_for_a_page(admission, request):
                     self.blocks.release(request.sequence)
@@ -279,7 +257,6 @@ class Scheduler:
                 if not self._take_pages(request):
                     self._may_admit = False
                     return
-                self._copy_part_filled_page(admission, request)
                 self._start(admission, request)
             except Exception as error:  # a fault of one request's must not stop the others
                 batch.failed[request] = error
@@ -290,11 +267,6 @@ class Scheduler:
         """Gives a request the indexed pages of its prefix. A session comes with its own pages."""
         if not request.sequence.block_table:
             self.blocks.match(request.sequence)
-
-    def _waits_for_its_prompt(self, admission, request) -> bool:
-        """True if a running request computes the same prompt and is not done: it will be shared."""
-        other = self._same_prompt(admission, request)
-        return other is not None and not self._has_computed(other, request)
 
     def _waits_for_a_page(self, admission, request) -> bool:
         """True if a running prefill is about to write the next full page of the request."""
@@ -323,50 +295,18 @@ class Scheduler:
                 return False
         return self.blocks.grow(sequence, length)
 
-    def _copy_part_filled_page(self, admission, request):
-        """Copies the end of a prompt that a running request has computed, all but its last token.
-
-        Full pages are shared by the index. What follows them is part of a page, into which the
-        other request goes on writing.
-        """
-        other = self._same_prompt(admission, request)
-        if other is None or not self._has_computed(other, request):
-            return
-        sequence, page_size = request.sequence, self.blocks.page_size
-        page = sequence.num_computed // page_size
-        computed = len(request.ids) - 1
-        if 0 < computed - page * page_size < page_size:
-            source = other.sequence.block_table[page]
-            admission.batch.page_copies.append(PageCopy(source, sequence.block_table[page]))
-            sequence.num_computed = computed
-
     def _start(self, admission, request):
         """Moves a request that has its pages to the running ones, and adds what it computes."""
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_age)
         if request.cached_tokens is None:
             request.cached_tokens = request.sequence.num_computed
-        admission.prompts.setdefault(request.prompt_hash, request)
         if request.remaining == 1:
             admission.batch.decodes.append(request)
             admission.budget -= 1
             return
         self._note_coming_page(admission, request)
         admission.budget -= self._add_chunk(admission.batch, request, admission.budget)
-
-    def _same_prompt(self, admission, request) -> Request | None:
-        """Returns a running request that begins with all ids of this one, if there is one.
-
-        A session comes with its own pages: it shares no prompt.
-        """
-        other = admission.prompts.get(request.prompt_hash)
-        if other is None or request.resumes or other.ids[: len(request.ids)] != request.ids:
-            return None
-        return other
-
-    def _has_computed(self, other, request) -> bool:
-        """True if the other request has the KV of all ids of this one, but for the last."""
-        return other.sequence.num_computed >= len(request.ids) - 1
 
     def _note_coming_page(self, admission, request):
         """Notes the next page that a prefill fills."""

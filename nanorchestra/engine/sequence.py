@@ -12,7 +12,6 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nanorchestra.errors import UserError, require
@@ -205,11 +204,6 @@ class Request:
     def remaining(self) -> int:
         """How many ids have no KV yet: 1 for a request that decodes, more for one in prefill."""
         return len(self.sequence.ids) - self.sequence.num_computed
-
-    @cached_property
-    def prompt_hash(self) -> int:
-        """Hash of the prompt's ids."""
-        return hash(tuple(self.ids[: self.prompt_tokens]))
 
     @property
     def finished(self) -> bool:

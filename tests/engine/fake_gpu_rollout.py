@@ -163,8 +163,6 @@ def watched_launch(batch, after=None):
         launched = launch(batch, after)
     COUNTS["ahead"] += after is not None
     launched.kind = "step with prefill" if batch.prefills else "decode-only step"
-    if batch.page_copies:
-        launched.kind += ", page copies"
     return launched
 
 
