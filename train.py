@@ -64,12 +64,7 @@ from nanorchestra.training.build import (
     publish,
 )
 from nanorchestra.training.command import Stop, choose_run, prepare_process
-from nanorchestra.training.distributed import (
-    Ranks,
-    backward,
-    ending_together,
-    rollout_timeout_s,
-)
+from nanorchestra.training.distributed import Ranks, backward, rollout_timeout_s
 from nanorchestra.training.objectives import Objective, bounded_exp, objective_of
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.options import parse
@@ -549,7 +544,7 @@ def main(arguments: list[str]) -> int:
     # is not sharded; it and the adapters choose their dtypes themselves.
     sharded = dtype != torch.float32 and config.lora.base != "int4"
     ranks = Ranks.start(device, shard=config.parallel.shard, sharded=sharded)
-    with Stop() as stop, ending_together(ranks), Sandbox() as sandbox:
+    with Stop() as stop, Sandbox() as sandbox:
         run = TrainingRun(config, path, ranks, stop, resumed=resumed, dry_run=options.dry_run)
         try:
             finished = train(run, sandbox)

@@ -1,21 +1,15 @@
-"""The ranks of a run: how they join, what they exchange, how they end, how they shard a model.
+"""The ranks of a run: how they join, what they exchange, how they shard a model.
 
 `Ranks.start` reads the environment that torchrun sets. Without torchrun there is one rank, and
 every exchange is a no-op. Exchanges are collectives: all ranks call them in the same order. When a
-rank fails, dies or hangs, the others end within SILENCE_S seconds, so that torchrun can start all
-of them again.
+rank fails or dies, torchrun ends the others; an exchange with a rank that hangs fails after
+COLLECTIVE_S seconds.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -33,16 +27,10 @@ from torch.distributed.fsdp import (
 
 from nanorchestra.agent.attempts import RETRIES
 from nanorchestra.config import Config
-from nanorchestra.errors import INTERRUPTED, UserError, require
+from nanorchestra.errors import require
 from nanorchestra.model.qwen3 import Qwen3
 
-JOIN_S = 60.0  # for all ranks to reach Ranks.start
 COLLECTIVE_S = 1800.0  # of an exchange, unless its group has a time-out of its own
-BEAT_S = 2.0  # between two exchanges of the watch
-SILENCE_S = 30.0  # that the watch waits for a rank
-MOST_BYTES = 1024  # of a reason that the watch exchanges
-RUNNING, DONE = "", "done"  # what a rank states to the watch, unless it states why it fails
-
 CALL_S = 600.0  # of the longest call, retries included: Endpoint.timeout_s, which http.post keeps
 LEAST_TOKENS_PER_S = 10.0  # that the engine samples for one attempt, with all others beside it
 T = TypeVar("T")
@@ -63,7 +51,6 @@ class Ranks:
         self.device = torch.device(device)
         self.mesh: DeviceMesh | None = None
         self.group: dist.ProcessGroup | None = None
-        self.watch: RankWatch | None = None
 
     @classmethod
     def start(cls, device: str = "cpu", *, shard: str = "all", sharded: bool = False) -> Ranks:
@@ -71,21 +58,13 @@ class Ranks:
 
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank). shard: "all" divides the weights by
         all ranks, "node" by those of a node, with a replica per node. sharded: makes a mesh for a
-        single rank too, for its mixed precision. UserError: a rank does not come within JOIN_S
-        seconds; fewer GPUs than ranks; unequal nodes.
+        single rank too, for its mixed precision. UserError for fewer GPUs than ranks, and for
+        unequal nodes.
         """
         ranks = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-        if ranks.world_size == 1 and not sharded:
-            ranks._choose_device(device)
-            return ranks
-        store = dist.HashStore()
-        if ranks.world_size > 1:
-            # First of all: what fails from here on ends the other ranks, too.
-            store = _meet(ranks.rank, ranks.world_size)
-            ranks.watch = RankWatch(store, ranks.rank, ranks.world_size)
-        with ending_together(ranks):
-            ranks._choose_device(device)
-            ranks._init_groups(store, shard)
+        ranks._choose_device(device)
+        if ranks.world_size > 1 or sharded:
+            ranks._init_groups(shard)
         return ranks
 
     def _choose_device(self, device):
@@ -102,7 +81,7 @@ class Ranks:
         torch.cuda.set_device(local_rank)
         self.device = torch.device(f"cuda:{local_rank}")
 
-    def _init_groups(self, store, shard):
+    def _init_groups(self, shard):
         """Makes the default process group, the group of the exchanges, and the mesh."""
         size = self.world_size
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -110,13 +89,19 @@ class Ranks:
             size % per_node == 0,
             f"torchrun: {size} ranks on nodes of {per_node}; start equally many on every node",
         )
-        kind = self.device.type
+        kind, timeout = self.device.type, timedelta(seconds=COLLECTIVE_S)
+        store = dist.HashStore()
+        if size > 1:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            # torchrun's store outlives a restart, with the keys of the attempt before
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+            store = dist.PrefixStore(f"attempt/{attempt}", store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
             store=store,
             rank=self.rank,
             world_size=size,
-            timeout=timedelta(seconds=COLLECTIVE_S),
+            timeout=timeout,
         )
         self.group = self.new_group().group
         shape, dimensions = (size,), ("shard",)
@@ -161,136 +146,11 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def fail(self, reason: str) -> bool:
-        """Tells the other ranks that this one ends, and why; they end too.
-
-        Returns whether this rank prints the reason: False if another rank has the same one and
-        prints it.
-        """
-        return self.watch is None or self.watch.fail(reason)
-
     def close(self) -> None:
         """Leaves the ranks at the end of a run that went well, when all have come to it."""
-        if self.watch:
-            self.watch.state(DONE)
+        self.barrier()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _meet(rank, world_size) -> dist.Store:
-    """Returns the store of the run, when all ranks have reached it. UserError."""
-    timeout = timedelta(seconds=JOIN_S)
-    try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun's store outlives a restart, with the keys of the attempt before
-        store = dist.PrefixStore(
-            f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
-        )
-        store.set(f"joined/{rank}", "")
-        store.wait([f"joined/{other}" for other in range(world_size)], timeout)
-    except RuntimeError:
-        raise UserError(
-            f"torchrun: not all {world_size} ranks have started within {JOIN_S:g} s; "
-            "one that has failed says why above"
-        ) from None
-    return store
-
-
-class RankWatch:
-    """A thread that exchanges the states of all ranks, and ends this process if the run is lost.
-
-    A state is RUNNING, DONE, or the reason why a rank fails. The time-out of other collectives, as
-    long as the longest rollout, would notice too late. The group is none of torch.distributed's
-    own, so that it is there before all others.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int):
-        self.rank, self.states = rank, [RUNNING] * world_size
-        self._state, self._failing = RUNNING, threading.Event()
-        store = dist.PrefixStore("watch", store)
-        timeout = timedelta(seconds=SILENCE_S)
-        self._group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def state(self, state: str) -> None:
-        """States how this rank is; returns when all ranks are done, or this one's failure is known.
-
-        If the run is lost, the thread ends the process.
-        """
-        self._state = state
-        if state != DONE:
-            self._failing.set()
-        self._thread.join()
-
-    def fail(self, reason: str) -> bool:
-        """As Ranks.fail."""
-        self.state(reason)
-        time.sleep(BEAT_S)  # the exchange of slower ranks needs this process to its end
-        stated = self.states[self.rank] == reason
-        others = self.states[: self.rank] if stated else self.states
-        return reason not in others
-
-    def wait(self) -> None:
-        """Gives the thread the time to end this process, if the run is lost."""
-        self._thread.join(SILENCE_S)
-
-    def _run(self):
-        while not all(state == DONE for state in self.states):
-            self._failing.wait(BEAT_S)
-            lost = ""
-            try:
-                self.states = self._exchange(self._state)
-            except RuntimeError as error:
-                lost = f"a rank has died or hangs ({str(error).splitlines()[0]})"
-            for rank, state in enumerate(self.states):
-                if state not in (RUNNING, DONE) and not lost:
-                    lost = f"rank {rank}: {state}"
-            if not lost:
-                continue
-            # An error that every rank has comes to this one a little later, and is printed once.
-            # The exchange of slower ranks needs this process to its end, too.
-            if self._failing.wait(BEAT_S):
-                return  # the main thread ends this rank
-            # not sys.stderr, which torch swaps while it prints the main thread's traceback
-            print(f"rank {self.rank} ends: {lost}", file=sys.__stderr__, flush=True)
-            os._exit(1)  # the main thread may wait in a collective that never ends
-
-    def _exchange(self, state) -> list[str]:
-        """Returns the state of every rank. RuntimeError if one does not answer."""
-        data = state.encode()[:MOST_BYTES].ljust(MOST_BYTES, b"\0")
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [torch.empty_like(mine) for _ in self.states]
-        self._group.allgather([parts], [mine]).wait()
-        return [bytes(part.numpy()).rstrip(b"\0").decode(errors="ignore") for part in parts]
-
-
-@contextmanager
-def ending_together(ranks: Ranks) -> Iterator[None]:
-    """Ends the process at once on an error, where an orderly end would wait forever.
-
-    That is with other ranks, which may wait in a collective. They are told why, and end too. A
-    reason that several ranks have is printed once.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if ranks.world_size == 1:
-            raise
-        line = str(error).split("\n")[0] or type(error).__name__
-        reason = line[: MOST_BYTES // 4]  # of at most 4 bytes a character
-        lost_peer = isinstance(error, RuntimeError) and "peer" in reason
-        if lost_peer and ranks.watch:
-            ranks.watch.wait()  # it knows which rank has failed, prints it and ends this process
-        known = isinstance(error, UserError | KeyboardInterrupt)
-        if not known and not lost_peer:
-            traceback.print_exc()
-        if ranks.fail(reason):
-            print(f"train.py: {line}; go on with --resume", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        if isinstance(error, UserError):
-            os._exit(2)
-        os._exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def rollout_timeout_s(config: Config) -> float:

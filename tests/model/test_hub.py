@@ -426,11 +426,10 @@ def test_one_rank_of_a_node_downloads(hub, tmp_path):
 import os
 from nanorchestra.settings import load_config
 from nanorchestra.training.build import fetch_policy
-from nanorchestra.training.distributed import Ranks, ending_together
+from nanorchestra.training.distributed import Ranks
 os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if os.fork() else "1"
 ranks = Ranks.start()
-with ending_together(ranks):
-    config = fetch_policy(load_config("nano", {{"model.path": "{REPO}"}}), ranks)
+config = fetch_policy(load_config("nano", {{"model.path": "{REPO}"}}), ranks)
 print(config.model.path)
 ranks.close()
 """
