@@ -7,7 +7,7 @@
     python train.py --resume runs/nano --grpo.steps 120          extends a finished run
     torchrun --nproc-per-node 8 train.py --config qwen3-8b       the same on several ranks
     python train.py --config qwen3-8b --dry-run     any run in small, on CPUs
-    python train.py --config qwen3-8b --plan --gpus 8            memory and time, no training
+    python train.py --config qwen3-8b --plan --gpus 8            memory by part, no training
 
 `train` sets a run up and has its phases in order: warm start, evaluation, GRPO, evaluation.
 `policy_update` is one optimizer step, `policy_loss` the loss. The method is that of ToolOrchestra
@@ -95,7 +95,6 @@ from nanorchestra.training.trainer import StepMetrics, Trainer, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
 from worlds import metrics
-from worlds.api_bill import api_bill
 from worlds.load import agent_of, note_on_tools, open_world
 from worlds.miniature.draft import draft
 from worlds.routers import routers_of
@@ -533,9 +532,6 @@ def main(arguments: list[str]) -> int:
         gpus = 1 if options.gpus is None else options.gpus
         text, fits = plan(config, gpus, options.memory, options.gpu or "h100")
         print(text)
-        if options.probe is not None:
-            with Sandbox() as sandbox:
-                print("\n" + api_bill(config, options.probe, sandbox))
         return 0 if fits else 1
 
     device, dtype = device_and_dtype(config)

@@ -16,17 +16,10 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its data sheet: dense bf16 FLOP/s, bytes/s of memory and links, bytes of memory.
-
-    link: to the GPUs of its node; network: to those of other nodes; host: to host memory. All are
-    one way.
-    """
+    """A GPU by its data sheet: dense bf16 FLOP/s, bytes/s of memory, bytes of memory."""
 
     flops: float
     bandwidth: float
-    link: float
-    network: float
-    host: float
     memory: float
 
 
@@ -81,9 +74,11 @@ def model_flops(
     base of adapters has no weight gradient, so its backward is 1. A reference adds its forward. The
     vocabulary counts for sampled ids only, and an id that packed samples share counts once.
     """
-    costs, passes = Costs.of(config), 3 + reference
+    costs = Costs.of(config)
+    passes = 4 if reference else 3
+    passes_of_products = passes - 1 if adapters else passes
     products = tokens * costs.token_flops + sampled * costs.logit_flops
-    return products * (passes - adapters) + pairs * costs.pair_flops * passes
+    return products * passes_of_products + pairs * costs.pair_flops * passes
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -35,12 +35,10 @@ def parse(arguments: list[str], description: str | None = None) -> Namespace:
         action="store_true",
         help="the run in small, of two steps, on CPUs, in run.name-dry-run",
     )
-    add("--plan", action="store_true", help="print memory by part and time by phase; no training")
+    add("--plan", action="store_true", help="print the memory of a GPU by part; no training")
     add("--gpus", type=int, help="for --plan: how many GPUs (default: 1)")
     add("--gpu", choices=GPUS, help="for --plan (default: h100)")
     add("--memory", type=float, metavar="GB", help="for --plan: of one GPU (default: as sold)")
-    text = "for --plan: estimate the bill of paid calls by playing so many tasks"
-    add("--probe", type=int, metavar="TASKS", help=text)
     config = None
     if {"-h", "--help"} & set(arguments):  # which states the values of the preset
         first = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -48,8 +46,7 @@ def parse(arguments: list[str], description: str | None = None) -> Namespace:
         config = settings.load_config(first.parse_known_args(arguments)[0].config)
     settings.add_settings(parser, config)
     options = parser.parse_args(arguments)
-    planned = ("gpus", "gpu", "memory", "probe")
-    planning = [name for name in planned if getattr(options, name) is not None]
+    planning = [name for name in ("gpus", "gpu", "memory") if getattr(options, name) is not None]
     require(options.plan or not planning, f"--{' --'.join(planning)}: only for --plan; add --plan")
     fixed = [name for name in settings.given_settings(options) if name not in settings.RESUMABLE]
     fixed += [name for name in ("config", "dry_run") if getattr(options, name)]

@@ -1,13 +1,10 @@
-"""Before a run: memory by part, seconds by phase, and the fewest GPUs for each way to train.
+"""Before a run: the memory of one GPU by part, in GB of 1e9 bytes, for a full token budget.
 
-    python train.py --plan --config qwen3-8b --gpus 8 --memory 80
-
-Memory is of one GPU in GB of 1e9 bytes, for a full token budget. Seconds are of a step whose
-attempts fill TYPICAL of their context: the roofline, and that divided by an efficiency.
+python train.py --plan --config qwen3-8b --gpus 8 --memory 80
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanorchestra.config import DRAFT, Config
@@ -15,21 +12,14 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.model.hf_config import PRESETS, read_config
 from nanorchestra.model.hub import find, is_model, names_model
 from nanorchestra.model.qwen3 import ModelConfig
-from nanorchestra.training.costs import GB, GPUS, Costs, Gpu
+from nanorchestra.training.costs import GB, GPUS, Costs
 
 LIBRARIES, FRAGMENTS = 1.5 * GB, 0.05  # CUDA and NCCL; of what is allocated
 LOSS = 1.5 * GB  # logits and gradients of activations, a chunk or a layer of each
-TYPICAL, PROMPT, SAMPLED = 0.25, 0.375, 0.25  # of the context; of the ids of an attempt
-TRAINING, ROLLOUT = 0.40, 0.65  # efficiency; torchtitan reports 0.33 to 0.39 for Llama-3.1-8B
 PER_NODE = 8  # GPUs
 # Of a base in 4 bits: bytes of a number with its share of a scale; AutoAWQ's zero points are a byte
-# for 128 numbers more. Then its bytes in memory while its matrix is widened to bf16, and those that
-# are read and written meanwhile.
-IN_4_BITS, WIDENED, WIDENING = 1 / 2 + 2 / 128, 5, 12
-FULL = {"lora.base": "full"}
-OFFLOADED = {"parallel.cpu_offload": True}
-WAYS = ({}, OFFLOADED, {"lora.rank": 32}, {"lora.rank": 32, "lora.base": "int4"})
-WAYS_FROM_4_BITS = ({}, FULL, FULL | OFFLOADED)
+# for 128 numbers more. Then its bytes in memory while its matrix is widened to bf16.
+IN_4_BITS, WIDENED = 1 / 2 + 2 / 128, 5
 
 
 @dataclass(frozen=True)
@@ -89,8 +79,11 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     share = 0 if config.parallel.cpu_offload else 1 / setup.shards
     weights = (4 * total if full else setup.base_bytes + 4 * trained) * share
     reference = 4 * total * share if grpo.kl_coef and full else 0  # of adapters it is the base
-    # in bf16 a layer, the next one and the root; of full weights also their gradients
-    gathered = 2 * (1 + full) * (total - (1 - (2 + full) / layers) * costs.token_flops / 2)
+    # In bf16: the root, a layer and the next one; of full weights one more, and gradients of all.
+    layers_held = 3 if full else 2
+    gathered = 2 * (total - setup.in_layers + layers_held * setup.in_layers / layers)
+    if full:
+        gathered *= 2
     engine = 2 * total
     widened = 0.0
     if setup.in_4_bits:
@@ -123,54 +116,6 @@ def peak(setup: Setup) -> float:
     return max(map(sum, zip(*memory(setup).values(), strict=True)))
 
 
-def seconds(setup: Setup, gpu: Gpu) -> dict[str, tuple[float, float]]:
-    """Returns the seconds of a step by phase: the roofline, and what to expect.
-
-    Backward counts twice a forward (once with adapters), recomputation once. Per micro-batch bf16
-    weights are gathered twice and float32 gradients reduced once, while the GPU computes. A base in
-    4 bits is widened in every pass.
-    """
-    config, costs, shards = setup.config, setup.costs, setup.shards
-    groups = config.grpo.prompts / setup.gpus
-    attempts, length = groups * config.grpo.group_size, TYPICAL * config.rollout.context_tokens
-    tokens, sampled = length * (PROMPT * groups + (1 - PROMPT) * attempts), SAMPLED * length
-    flops = tokens * costs.token_flops + attempts * length**2 / 2 * costs.pair_flops
-    forward = (flops + attempts * sampled * costs.logit_flops) / gpu.flops
-    read = costs.weight_bytes
-    if setup.in_4_bits:
-        read += setup.base_bytes - 2 * costs.numbers + 2 * setup.spread
-    reads = sampled * (read + attempts * length / 2 * costs.kv_bytes)
-    rollout = max(reads / gpu.bandwidth, forward)
-    passes = (2 if config.lora.rank else 3) + config.parallel.activation_checkpointing
-    passes += config.grpo.mini_batch > 0  # the old log-probabilities
-    training, batches = forward * passes, max(1.0, tokens / config.grpo.token_budget)
-    widening = 0.0
-    if setup.in_4_bits:
-        computed = 2 + config.parallel.activation_checkpointing  # times that a layer is
-        widening = batches * computed * WIDENING * setup.in_layers / gpu.bandwidth
-    link = gpu.link if shards <= PER_NODE else gpu.network
-    gathering = batches * 4 * (costs.numbers + setup.trained) * (shards - 1) / shards / link
-    optimizer = 28 * setup.trained / shards / gpu.bandwidth
-    if config.parallel.cpu_offload:
-        optimizer = (4 * setup.trained + batches * 8 * costs.numbers) / shards / gpu.host
-    return {
-        "rollout": (rollout, rollout / ROLLOUT),
-        "training": (training + widening, training / TRAINING + widening),
-        "gathering": (gathering, max(0.0, gathering - training / TRAINING)),
-        "optimizer": (optimizer, optimizer),
-    }
-
-
-def smallest(setup: Setup, way: dict[str, object], limit: float) -> str:
-    """Returns a line with the fewest GPUs of `limit` bytes, up to 64, for a way to train."""
-    config = setup.config.replace(way)
-    counts = [1] if config.lora.base == "int4" else [2**n for n in range(7)]
-    setups = [replace(setup, gpus=gpus, config=config) for gpus in counts]
-    fits = next((f"{x.gpus} x {peak(x) / GB:.1f} GB" for x in setups if peak(x) <= limit), "none")
-    options = " ".join(f"--{name} {str(value).lower()}" for name, value in way.items())
-    return f"  {fits:14}{options or 'as configured'}"
-
-
 def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple[str, bool]:
     """Returns the plan as text, and whether the config fits in the memory of a GPU. UserError.
 
@@ -178,9 +123,8 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
     that fails, or model.path does not exist, the name at its end may be that of a preset.
     """
     require(gpus > 0, f"--gpus is {gpus}; it must be 1 or more")
-    in_4_bits = config.lora.base == "int4"
     require(
-        gpus == 1 or not in_4_bits,
+        gpus == 1 or config.lora.base != "int4",
         f"--gpus is {gpus}; with lora.base int4 it must be 1: engine and trainer of one process "
         "share the base",
     )
@@ -195,13 +139,9 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
         f"{numbers / GB:.2f} B numbers, {setup.trained / GB:.2f} B trained, {gpus} x {name}\n",
         f"{'GB on each GPU':20}{'rollout':>10}{'training':>10}",
         *(f"  {part:18}{a / GB:10.2f}{b / GB:10.2f}" for part, (a, b) in memory(setup).items()),
-        f"\n{'seconds of a step':20}{'roofline':>10}{'expected':>10}",
-        *(f"  {k:18}{a:10.3g}{b:10.3g}" for k, (a, b) in seconds(setup, GPUS[name]).items()),
         f"\n{peak(setup) / GB:.1f} of {limit / GB:g} GB: {'fits' if fits else 'too much'}",
-        f"The fewest GPUs of {limit / GB:g} GB:",
     ]
-    ways = WAYS_FROM_4_BITS if in_4_bits else WAYS
-    return "\n".join(lines + [smallest(setup, way, limit) for way in ways]), fits and fits_disk
+    return "\n".join(lines), fits and fits_disk
 
 
 def _shape(word) -> tuple[ModelConfig, list[str], bool]:

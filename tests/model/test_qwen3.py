@@ -237,9 +237,10 @@ def test_rotary_frequencies_do_not_depend_on_the_default_device(name, tmp_path):
 
 def test_presets_have_the_published_sizes():
     sizes = {
-        "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096,
-        "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
-    }  # fmt: skip
+        "qwen3-0.6b": 596_049_920,
+        "qwen3-4b": 4_022_468_096,
+        "qwen3-8b": 8_190_735_360,
+    }
     for name, size in sizes.items():
         with torch.device("meta"):
             one, two = (Qwen3(replace(PRESETS[name], num_hidden_layers=n)) for n in (1, 2))

@@ -1,4 +1,4 @@
-"""The planner's numbers against the model itself and published figures, and its advice."""
+"""The planner's numbers against the model itself and published figures."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from nanorchestra.model.hf_config import PRESETS
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.settings import load_config
-from nanorchestra.training.costs import GB, GPUS, Costs, model_flops, peak_flops
-from nanorchestra.training.plan import Setup, memory, peak, plan, seconds, smallest
+from nanorchestra.training.costs import GB, Costs, model_flops, peak_flops
+from nanorchestra.training.plan import Setup, memory, peak, plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = load_config(CONFIGS / "qwen3-8b.toml")
@@ -106,31 +106,11 @@ def test_memory_falls_with_every_saving_and_is_divided_by_ranks():
     assert frozen > 0 == memory(setup(grpo__kl_coef=0.1, lora__rank=8))["reference"][1]
 
 
-def test_seconds_are_those_of_published_flops_and_fall_with_faster_gpus():
-    """5.27e10 FLOPs a token of 8192, and 7.0e10 with recomputation."""
-    for recompute, flops in ((False, 5.27e10), (True, 7.0e10)):
-        alone = setup(
-            parallel__activation_checkpointing=recompute, grpo__prompts=128, grpo__group_size=1
-        )
-        tokens = 128 * 8192 / 8
-        time = seconds(alone, GPUS["h100"])["training"][0]
-        assert time * GPUS["h100"].flops / tokens == pytest.approx(flops, rel=0.12)
-    slow, more, fast = (
-        seconds(setup(gpus), GPUS[name]) for gpus, name in ((8, "a100"), (16, "a100"), (8, "h200"))
-    )
-    for phase in ("rollout", "training", "optimizer"):
-        assert max(more[phase][0], fast[phase][0]) < slow[phase][0]
-
-
-def test_the_smallest_set_ups_fit_and_half_as_many_gpus_do_not():
-    for limit in (64, 80, 141):
-        gpus = int(smallest(setup(), {}, limit * GB).split()[0])
-        assert peak(setup(gpus)) <= limit * GB < peak(setup(gpus // 2))
+def test_a_plan_says_whether_the_memory_of_a_gpu_is_enough():
+    text, fits = plan(CONFIG, 8, None, "h100")
+    assert fits and text.endswith("75.9 of 80 GB: fits")
     text, fits = plan(CONFIG, 1, None, "h100")
-    last = "--lora.rank 32 --lora.base int4"
-    assert not fits and text.splitlines()[-2].split()[-2:] == ["--lora.rank", "32"]
-    assert text.splitlines()[-1].endswith(last)
-    assert plan(CONFIG, 1, None, "4090")[0].endswith(f"none          {last}")
+    assert not fits and text.endswith("of 80 GB: too much")
     text, fits = plan(load_config(None), 1, None, "4090")
     assert fits and ": fits" in text
     for arguments, words in (
@@ -173,9 +153,6 @@ def test_one_consumer_gpu_trains_the_8b_over_a_base_in_4_bits(monkeypatch):
     assert parts["engine's copy"][0] == pytest.approx(counted["engine"], rel=1e-3)
     full = Setup(qlora.replace({"lora.base": "full"}), 1, PRESETS["qwen3-8b"])
     assert peak(full) > 45 * GB
-    ours, theirs = (seconds(Setup(x, 1, full.model), GPUS["4090"]) for x in (qlora, full.config))
-    assert ours["rollout"][0] < theirs["rollout"][0]
-    assert 1 < ours["training"][0] / theirs["training"][0] < 1.2
     with pytest.raises(UserError, match="--gpus is 2; with lora.base int4 it must be 1"):
         plan(qlora, 2, None, "4090")
 
