@@ -21,7 +21,6 @@ import triton
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8 = torch.float8_e4m3fn  # of quantised weights, from sm_89 on
 SIZES = (16, 32, 64, 128, 256)  # of heads, and of pages
 # Cards whose blocks have at most 99 KiB of shared memory: sm_86, 89, 120 and 121.
 SMALL_SHARED_MEMORY = (86, 89, 120, 121)

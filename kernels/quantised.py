@@ -2,13 +2,12 @@
 
     W[n, k] = (values[n, k] - zeros[n, k // group]) * scales[n, k // group]
 
-8 bits: values int8, or float8_e4m3fn from sm_89 on, [N, K], scales fp32 [N, 1], a group is a row;
-no zeros. 4 bits: scales fp16 [N, K / group], values uint8 [N, K / 2], where byte j of a group has
-column j in the low nibble and column j + group / 2 in the high one; zeros uint8 [N, K / group], or
-8 everywhere. The differences enter the product as they are, exact in bf16, and the scales join in
-fp32. That reads N K bytes, or N K (1/2 + 2/group), 3/group with zeros, for 2 M N K FLOPs: bandwidth
-is the limit up to ROWS rows of x. QuantisedLinear in nanorchestra/model/quantise.py multiplies more
-by torch.
+8 bits: values int8 [N, K], scales fp32 [N, 1], a group is a row; no zeros. 4 bits: scales fp16 [N,
+K / group], values uint8 [N, K / 2], where byte j of a group has column j in the low nibble and
+column j + group / 2 in the high one; zeros uint8 [N, K / group], or 8 everywhere. The differences
+enter the product as they are, exact in bf16, and the scales join in fp32. That reads N K bytes, or
+N K (1/2 + 2/group), 3/group with zeros, for 2 M N K FLOPs: bandwidth is the limit up to ROWS rows
+of x. QuantisedLinear in nanorchestra/model/quantise.py multiplies more by torch.
 
 One program of `_product` owns BLOCK_N outputs of up to 32 rows over one split of K. `_add_parts`
 adds the fp32 parts of several splits in order. W^T is the left operand, so that 8 rows of x fill an
@@ -21,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import FP8, check, on_device, pick, require
+from kernels.common import check, on_device, pick, require
 
 ROWS = 64
 GROUPS = (32, 64, 128, 256)  # columns that may share a scale with 4 bits
@@ -60,7 +59,7 @@ def quantised_linear(
     """Returns x W^T [M, N] in dtype for x [M, K], M <= ROWS.
 
     zeros: of 4 bits, None for 8 everywhere. The bits of a row do not depend on M. ValueError if the
-    shapes do not fit, if a group is none of GROUPS, and for FP8 values on a GPU before sm_89.
+    shapes do not fit, or if a group is none of GROUPS.
     """
     packed = values.dtype == torch.uint8
     m = len(x)
@@ -115,7 +114,7 @@ def quantised_linear(
 def _check_weights(values, scales, zeros, n, k) -> None:
     """Raises ValueError unless the stored tensors belong to one matrix [n, k]."""
     packed = values.dtype == torch.uint8
-    check((n, None), values.dtype, values=values)
+    check((n, None), torch.uint8 if packed else torch.int8, values=values)
     check((n, None if packed else 1), torch.float16 if packed else torch.float32, scales=scales)
     groups = scales.shape[1]
     if packed and (k % groups or k // groups not in GROUPS):
@@ -125,11 +124,6 @@ def _check_weights(values, scales, zeros, n, k) -> None:
     if zeros is not None:
         require(packed, "zeros: 8-bit values have none")
         check(tuple(scales.shape), torch.uint8, zeros=zeros)
-    if values.dtype == FP8 and values.is_cuda:
-        capability = torch.cuda.get_device_capability(values.device)
-        if capability < (8, 9):
-            have = ".".join(map(str, capability))
-            raise ValueError(f"FP8 weights need a GPU of compute capability 8.9; it has {have}")
 
 
 @triton.jit(do_not_specialize=["M"])

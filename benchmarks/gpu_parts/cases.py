@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.common import FP8
 from kernels.flash import Span, flash_attention, flash_work
 from kernels.logprob import linear_logprob
 from kernels.paged_decode import (
@@ -340,9 +339,9 @@ def outputs(shape: Shape) -> list[Case]:
 
 
 def products(shape: Shape) -> list[Case]:
-    """Returns the gate and up projection with weights in int8, int4, int4 with zeros (awq), fp8."""
+    """Returns the gate and up projection with weights in int8, int4, int4 with zeros (awq)."""
     cases = []
-    for mode in ("int8", "int4", "awq", "fp8"):
+    for mode in ("int8", "int4", "awq"):
         for rows in (1, 16, 64):
             cases.append(_product(shape, mode, rows))
     return cases
@@ -359,8 +358,7 @@ def _product(shape: Shape, mode: str, rows: int) -> Case:
             values = torch.randint(126, (n, k // 2), dtype=torch.uint8)
             scales = torch.rand(n, k // group, dtype=torch.float16)
         else:
-            values = torch.randint(126, (n, k), dtype=torch.uint8)
-            values = values.view(torch.int8 if mode == "int8" else FP8)
+            values = torch.randint(126, (n, k), dtype=torch.int8)
             scales = torch.rand(n, 1)
         zeros = None
         if mode == "awq":

@@ -1,11 +1,10 @@
-"""Teaches Triton's interpreter bfloat16, fp8, and products whose rows do not depend on their place.
+"""Teaches Triton's interpreter bfloat16, and products whose rows do not depend on their place.
 
 The tests and the rehearsal of benchmarks/gpu.py import it before a kernel runs on a CPU.
 
 The interpreter keeps bfloat16 as 16-bit integers and computes with these. Here casts, products and
 operations of two operands go through fp32 and round to nearest even. Reductions and functions of
-one operand do not: a kernel turns what it loads into fp32 first, as it should anyway. fp8 (e4m3) is
-converted as a GPU does it: to the nearest number, 448 at most.
+one operand do not: a kernel turns what it loads into fp32 first, as it should anyway.
 
 It is also made faster, two to three times with small blocks. The language is replaced once, not at
 every launch. What the type of a block holds is computed once, not at every operation.
@@ -16,7 +15,6 @@ from __future__ import annotations
 from operator import index
 
 import numpy as np
-import torch
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -24,7 +22,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _patch = interpreter._patch_lang
 _dot, _cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
-_binary, _convert = InterpreterBuilder.binary_op, InterpreterBuilder.create_fp_to_fp
+_binary = InterpreterBuilder.binary_op
 _make_block, _make_tensor = tl.block_type.__init__, tl.tensor.__init__
 _broadcast, _np_dtype = TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype
 _blocks, _shapes, _np_dtypes = {}, {}, {}  # what is computed once, by name
@@ -61,18 +59,6 @@ def cast_impl(self, source, dtype):
     if want == tl.bfloat16:
         return TensorHandle(_rounded(source.data.astype(np.float32)), tl.bfloat16)
     return _cast(self, source, dtype)
-
-
-def create_fp_to_fp(self, source, dtype, rounding):
-    """Through fp32 from and to fp8."""
-    have, want = source.dtype.scalar, dtype.scalar
-    if have == tl.float8e4nv:
-        wide = torch.from_numpy(source.data.view(np.uint8)).view(torch.float8_e4m3fn).float()
-        return self.cast_impl(TensorHandle(wide.numpy(), tl.float32), dtype)
-    if want == tl.float8e4nv:
-        wide = torch.from_numpy(np.array(_widened(source), np.float32)).clamp(-448, 448)
-        return TensorHandle(wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), want)
-    return _convert(self, source, dtype, rounding)
 
 
 def binary_op(self, left, right, op):
@@ -130,6 +116,6 @@ def get_np_dtype(dtype):
 
 interpreter._patch_lang = patch_lang
 InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
-InterpreterBuilder.binary_op, InterpreterBuilder.create_fp_to_fp = binary_op, create_fp_to_fp
+InterpreterBuilder.binary_op = binary_op
 tl.block_type.__init__, tl.tensor.__init__ = make_block, make_tensor
 TritonSemantic.broadcast_impl_value, interpreter._get_np_dtype = broadcast_impl_value, get_np_dtype

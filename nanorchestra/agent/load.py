@@ -75,7 +75,7 @@ def load_rollout(
 
     A checkpoint in bfloat16 stays so on a CPU that multiplies it, which is faster in half the
     memory. `sampling` has fields of SamplingParams. `running` attempts run at a time; the model's
-    positions bound their context too. quantise: "int8", "int4" or "fp8" rounds the linear layers.
+    positions bound their context too. quantise: "int8" or "int4" rounds the linear layers.
     The KV pool of a GPU is what memory is free, unless engine_options of Engine say another; that
     of a CPU has room for `running` attempts. With `chats` the tokenizer may lack Qwen3's markers:
     such a model answers, but calls no tools. UserError if the checkpoint is not whole.

@@ -18,8 +18,8 @@ from nanorchestra.errors import require
 from nanorchestra.model.compressed import FourBit
 from nanorchestra.model.ops import by_kernel
 
-MODES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}  # uint8: two each
-LARGEST = {torch.int8: 127, torch.uint8: 7, torch.float8_e4m3fn: 448}  # magnitudes
+MODES = {"int8": torch.int8, "int4": torch.uint8}  # uint8: two each
+LARGEST = {torch.int8: 127, torch.uint8: 7}  # magnitudes
 # Input columns that may share a scale in int4; 128 is that of most published 4-bit checkpoints.
 GROUPS = 256, 128, 64, 32
 GROUP = 128
@@ -31,11 +31,11 @@ _SMALLEST_SCALE = 2.0**-21
 class QuantisedLinear(nn.Module):
     """x [T, in] -> x W^T + bias, W[n, k] = (q[n, k] - zeros[n, k // group]) * scales[n, same].
 
-    With 8 bits, values int8 or float8_e4m3fn [out, in] hold q, scales are fp32 [out, 1], and there
-    are no zeros. With 4 bits, values uint8 [out, in / 2] hold q in 0 .. 15, scales are fp16 and
-    zeros uint8 [out, in / group]; zeros None stands for 8. Byte j of a group holds column j in its
-    low nibble and column j + group / 2 in its high one, so that consecutive bytes give a kernel
-    consecutive columns. The bias, of `linear` if it has one, is not rounded.
+    With 8 bits, values int8 [out, in] hold q, scales are fp32 [out, 1], and there are no zeros.
+    With 4 bits, values uint8 [out, in / 2] hold q in 0 .. 15, scales are fp16 and zeros uint8 [out,
+    in / group]; zeros None stands for 8. Byte j of a group holds column j in its low nibble and
+    column j + group / 2 in its high one, so that consecutive bytes give a kernel consecutive
+    columns. The bias, of `linear` if it has one, is not rounded.
     """
 
     def __init__(self, linear: nn.Linear, kind: torch.dtype, group: int, zeros: bool = False):
@@ -79,8 +79,6 @@ class QuantisedLinear(nn.Module):
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns W [out, in] in dtype, computed in fp32 and rounded once."""
         q = self.values[:, None]  # [out, groups, group]
-        if q.is_floating_point():
-            q = q.float()
         if self.packed:
             halves = self.values.unflatten(1, (-1, self.group // 2))
             zeros = 8 if self.zeros is None else self.zeros[..., None].to(torch.int8)
@@ -92,9 +90,8 @@ class QuantisedLinear(nn.Module):
     def write(self, rows: slice, weight: Tensor | FourBit) -> None:
         """Rounds weight [rows, in], of any float dtype and device, to the nearest step.
 
-        A step is the largest magnitude of a group divided by 127, or by 7 with 4 bits. In fp8 it is
-        the distance to the next number of three binary digits after the point, 448 the largest. A
-        matrix that is stored in 4 bits in the groups of this one is taken as it is.
+        A step is the largest magnitude of a group divided by 127, or by 7 with 4 bits. A matrix
+        that is stored in 4 bits in the groups of this one is taken as it is.
         """
         if isinstance(weight, FourBit):
             if self.zeros is not None and weight.group == self.group:
@@ -109,9 +106,7 @@ class QuantisedLinear(nn.Module):
             block = block.to(scales.device).float().unflatten(1, (-1, self.group))
             scales.copy_((block.abs().amax(2) / largest).clamp(min=_SMALLEST_SCALE))
             # Divides by the scale as it is stored.
-            q = (block / scales[..., None].float()).clamp(-largest, largest)
-            if not values.is_floating_point():
-                q = q.round()
+            q = (block / scales[..., None].float()).clamp(-largest, largest).round()
             values.copy_(_packed((q + 8).to(values.dtype)) if self.packed else q.flatten(1))
 
     def _take(self, rows, weight) -> None:
@@ -143,10 +138,10 @@ def _packed(q: Tensor) -> Tensor:
 def quantise_model(model: nn.Module, mode: str, stored_group: int | None = None) -> None:
     """Replaces every nn.Linear by an empty QuantisedLinear, in place.
 
-    "int8" and "fp8" (e4m3) scale each output row, "int4" groups of 128 input columns, or of 64 or
-    32 where 128 do not divide a row. stored_group: that of a checkpoint in 4 bits with zero points,
-    which "int4" then holds exactly, if the group is one of GROUPS. Raises UserError for another
-    mode, and for rows that no group divides.
+    "int8" scales each output row, "int4" groups of 128 input columns, or of 64 or 32 where 128 do
+    not divide a row. stored_group: that of a checkpoint in 4 bits with zero points, which "int4"
+    then holds exactly, if the group is one of GROUPS. Raises UserError for another mode, and for
+    rows that no group divides.
     """
     require(mode in MODES, f"quantise = {mode!r}: expected one of {', '.join(MODES)}")
     zeros = stored_group in GROUPS
@@ -163,17 +158,6 @@ def quantise_model(model: nn.Module, mode: str, stored_group: int | None = None)
             group = fitting[0]
         quantised = QuantisedLinear(module, kind, group, zeros and kind == torch.uint8)
         model.set_submodule(name, quantised)
-
-
-def require_card(mode: str, device: torch.device) -> None:
-    """Raises UserError for "fp8" on a GPU that does not compute with such numbers."""
-    if mode == "fp8" and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        have = ".".join(map(str, capability))
-        require(
-            capability >= (8, 9),
-            f"quantise = 'fp8': expected a GPU of compute capability 8.9; {device} has {have}",
-        )
 
 
 def linears(model: nn.Module, kind: type | tuple[type, ...] = nn.Linear) -> list[tuple[str, Any]]:

@@ -23,7 +23,7 @@ from nanorchestra.model.gguf_model import gguf_model, has
 from nanorchestra.model.hf_config import read_config, stored_group
 from nanorchestra.model.hub import local_model
 from nanorchestra.model.native import PackedLinear
-from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model, require_card
+from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import fill, is_sharded, local, whole
 from nanorchestra.model.tensor_files import GgufTensors, open_tensors
@@ -88,7 +88,7 @@ def load_model(
     """Returns the model of a checkpoint and its tokenizer, None without tokenizer.json.
 
     `path` is a directory, a GGUF file or any other word that hub.local_model takes, such as
-    "Qwen/Qwen3-0.6B". `quantise`, "int8", "int4" or "fp8", rounds the matrices as they are read;
+    "Qwen/Qwen3-0.6B". `quantise`, "int8" or "int4", rounds the matrices as they are read;
     those that are stored in 4 or 8 bits are widened before, but for AutoAWQ's, which "int4" holds
     as they are. `build` makes the model without memory; dtype None keeps the dtypes it chooses.
     Raises UserError for anything wrong with the checkpoint.
@@ -113,7 +113,6 @@ def load_model(
         model.to(getattr(torch, dtype))
     if quantise:
         quantise_model(model, quantise, stored_group(path))
-        require_card(quantise, torch.device(device))
     _check_memory(model, torch.device(device), path)
 
     def empty(x):  # as to_empty does, but empty_like imports sympy: 0.3 s

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanorchestra.errors import ArgumentParser, require
 
-MODES = ("int8", "int4", "fp8")  # of nanorchestra/model/quantise.py
+MODES = ("int8", "int4")  # of nanorchestra/model/quantise.py
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

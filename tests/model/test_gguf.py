@@ -108,7 +108,7 @@ def test_a_file_without_loss_holds_the_model_bit_for_bit(tmp_path):
             assert torch.equal(parameter, model.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("how", ["int8", "int4", "fp8", "bfloat16", "pack", "lora"])
+@pytest.mark.parametrize("how", ["int8", "int4", "bfloat16", "pack", "lora"])
 def test_all_ways_to_load_take_a_file_as_they_take_a_directory(how, tmp_path):
     model = a_model("qwen2")
     path = write_gguf(tmp_path / "model.gguf", model)
