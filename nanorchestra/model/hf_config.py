@@ -14,7 +14,6 @@ from typing import Any
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_toml
-from nanorchestra.model.compressed import FORMATS
 from nanorchestra.model.gguf_model import has, read_model_object
 from nanorchestra.model.qwen3 import ModelConfig
 from nanorchestra.model.rope import (
@@ -51,7 +50,7 @@ _SUPPORTED = {
     "use_sliding_window": (False,),
     "tie_word_embeddings": (False, True),
     "partial_rotary_factor": (1.0,),
-    "quantization_config": (None, *FORMATS, "awq"),
+    "quantization_config": (None, "awq"),
 }
 MODEL_TYPES = tuple(_KINDS)  # also the names of GGUF architectures
 _ROPE_TYPES = "default", "llama3", "yarn"
@@ -158,8 +157,7 @@ def config_from_hf(data: Mapping[str, Any], source: str = "config.json") -> Mode
             values[name] = rope[name]
     stored = stated.get("quantization_config")
     if isinstance(stored, Mapping):
-        method = stored.get("quant_method")
-        values["quantization_config"] = method if method == "awq" else stored.get("format", method)
+        values["quantization_config"] = stored.get("quant_method")
         _awq_group(data, source)
 
     def check(holds, field, expected):

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from kernels.common import wide_product
 from kernels.quantised import ROWS, quantised_linear
 from nanorchestra.errors import require
-from nanorchestra.model.compressed import FourBit
+from nanorchestra.model.awq import FourBit
 from nanorchestra.model.ops import by_kernel
 
 MODES = {"int8": torch.int8, "int4": torch.uint8}  # uint8: two each

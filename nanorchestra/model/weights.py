@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import SUMS, check_sums, is_file_name, read_object, read_sums
-from nanorchestra.model.compressed import FourBit, awq_decompressed, decompressed
+from nanorchestra.model.awq import FourBit, decompressed
 from nanorchestra.model.gguf_model import gguf_model, has
 from nanorchestra.model.hf_config import read_config, stored_group
 from nanorchestra.model.hub import local_model
@@ -88,10 +88,10 @@ def load_model(
     """Returns the model of a checkpoint and its tokenizer, None without tokenizer.json.
 
     `path` is a directory, a GGUF file or any other word that hub.local_model takes, such as
-    "Qwen/Qwen3-0.6B". `quantise`, "int8" or "int4", rounds the matrices as they are read;
-    those that are stored in 4 or 8 bits are widened before, but for AutoAWQ's, which "int4" holds
-    as they are. `build` makes the model without memory; dtype None keeps the dtypes it chooses.
-    Raises UserError for anything wrong with the checkpoint.
+    "Qwen/Qwen3-0.6B". `quantise`, "int8" or "int4", rounds the matrices as they are read; "int4"
+    holds those of AutoAWQ as they are stored, else they are widened. `build` makes the model
+    without memory; dtype None keeps the dtypes it chooses. Raises UserError for anything wrong with
+    the checkpoint.
     """
     path = local_model(path)
     if os.path.lexists(path / SUMS):
@@ -331,15 +331,15 @@ def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | Fou
         if tensor.is_floating_point():
             _check_finite(tensor, f"{path}: {name}")
             return tensor
-        plain = name.endswith(".weight") and f"{name}_scale" not in shards
-        require(not plain, f"{path}: {name} has dtype {tensor.dtype}; expected a float")
+        weight = name.endswith(".weight")
+        require(not weight, f"{path}: {name} has dtype {tensor.dtype}; expected a float")
         return tensor
 
     group = stored_group(path)
     if group is None:
-        tensors = decompressed(shards, read, str(path))
+        tensors = ((name, read(name)) for name in shards)
     else:
-        tensors = awq_decompressed(shards, read, group, str(path))
+        tensors = decompressed(shards, read, group, str(path))
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq"):
             continue

@@ -1,23 +1,16 @@
-"""Checkpoints of compressed-tensors load with the weights that the package itself gives back.
-
-Those of AutoAWQ load with the weights that compressed-tensors reads in them.
-"""
+"""Checkpoints of AutoAWQ load with the weights that its formula gives."""
 
 import json
 
 import pytest
 import torch
-from compressed_tensors.compressors.base import BaseCompressor
-from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import SUMS
 from nanorchestra.model.attention import PackedAttention, Segment
-from nanorchestra.model.compressed import awq_decompressed, decompressed
+from nanorchestra.model.awq import decompressed
 from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
@@ -25,34 +18,6 @@ from nanorchestra.model.weights import load_model, named_hf_tensors
 
 CONFIG = ModelConfig(vocab_size=41, hidden_size=64, intermediate_size=96, num_hidden_layers=1,
     head_dim=16, num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-CASES = {
-    "4 bits in groups": ("pack-quantized", 4, {"strategy": "group", "group_size": 32}),
-    "4 bits, zero points": (
-        "pack-quantized", 4, {"strategy": "group", "group_size": 32, "symmetric": False},
-    ),
-    "8 bits packed": ("pack-quantized", 8, {"strategy": "group", "group_size": 32}),
-    "int8 rows": ("int-quantized", 8, {"strategy": "channel"}),
-    "int8, zero points": ("int-quantized", 8, {"strategy": "channel", "symmetric": False}),
-    "fp8 rows": ("float-quantized", 8, {"type": "float", "strategy": "channel"}),
-    "fp8 matrix": ("float-quantized", 8, {"type": "float", "strategy": "tensor"}),
-}  # fmt: skip
-
-
-def compressed(weight, style, args):
-    """Tensors of a module, by their names behind the module's, and the matrix they stand for."""
-    width = args.group_size if args.strategy == "group" else weight.shape[1]
-    blocks = weight.unflatten(1, (-1, width))
-    dims = (0, 1, 2) if args.strategy == "tensor" else 2
-    scale, zero = calculate_qparams(blocks.amin(dims), blocks.amax(dims), args)
-    if args.strategy == "tensor":
-        scale, zero = scale.view(1), zero.view(1)
-    compressor = BaseCompressor.get_value_from_registry(style)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    state = {"weight": weight, "weight_scale": scale.bfloat16()}
-    if not args.symmetric:
-        state["weight_zero_point"] = zero
-    state = compressor.compress(state, scheme)
-    return state, compressor.decompress(state, scheme)["weight"]
 
 
 @pytest.fixture
@@ -78,50 +43,6 @@ def write(directory, stored, quantization):
     (directory / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_matrices_are_those_the_package_gives_back(directory, case):
-    """In two shards, the parts of a matrix on either side; the output matrix is not compressed."""
-    style, bits, options = CASES[case]
-    stored, exact = {}, {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        stored[name] = exact[name] = tensor
-        if name.endswith("_proj.weight"):
-            args = QuantizationArgs(num_bits=bits, **options)
-            del stored[name]
-            parts, exact[name] = compressed(tensor, style, args)
-            module = name.removesuffix("weight")
-            stored |= {module + part: x.contiguous() for part, x in parts.items()}
-            stored[f"{module}input_scale"] = torch.ones(1)
-    write(directory, stored, {"quant_method": "compressed-tensors", "format": style})
-    loaded = dict(named_hf_tensors(load_model(directory, dtype="bfloat16")[0]))
-    assert loaded.keys() == exact.keys()
-    for name, tensor in exact.items():
-        assert torch.equal(loaded[name], tensor.bfloat16()), name
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (
-            {"_packed": torch.zeros(64, 1, dtype=torch.int32)},
-            r"do not fit: \{'model.*_packed': \[64, 1",
-        ),
-        ({"_scale": torch.ones(64, 3)}, "do not fit"),
-        ({"_shape": None}, "do not fit"),
-        ({"_g_idx": torch.zeros(64)}, "q_proj.weight_g_idx: groups must be contiguous"),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused_in_one_line(change, words, tmp_path):
-    name = "model.layers.0.self_attn.q_proj.weight"
-    args = QuantizationArgs(num_bits=4, strategy="group", group_size=32)
-    parts, _ = compressed(torch.randn(64, 64), "pack-quantized", args)
-    stored = {f"{name.removesuffix('weight')}{part}": x for part, x in parts.items()}
-    stored |= {name + part: x for part, x in change.items()}
-    stored = {name: x for name, x in stored.items() if x is not None}
-    with pytest.raises(UserError, match=words):
-        dict(decompressed(stored, stored.__getitem__, "somewhere"))
-
-
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 
 
@@ -140,21 +61,23 @@ def awq_packed(numbers):
 
 
 def awq(weight, group):
-    """Tensors of a module of AutoAWQ that stand for nearly this weight [out, in]."""
+    """Tensors of a module of AutoAWQ, and the matrix they stand for: nearly weight [out, in]."""
     blocks = weight.T.unflatten(0, (-1, group))  # [groups, group, out]
     low, high = blocks.amin(1).clamp(max=0), blocks.amax(1).clamp(min=0)
     scales = ((high - low) / 15).half()
     zeros = (-low / scales).round().clamp(0, 15)
-    q = (blocks / scales[:, None] + zeros[:, None]).round().clamp(0, 15).flatten(0, 1)
-    return {
-        "qweight": awq_packed(q.int()),
+    q = (blocks / scales[:, None] + zeros[:, None]).round().clamp(0, 15)
+    parts = {
+        "qweight": awq_packed(q.flatten(0, 1).int()),
         "qzeros": awq_packed(zeros.int()),
         "scales": scales,
     }
+    matrix = (q - zeros[:, None]) * scales[:, None].float()
+    return parts, matrix.flatten(0, 1).T
 
 
 def awq_checkpoint(directory, group, kept=()):
-    """Rewrite a checkpoint as AutoAWQ does; returns its weights as compressed-tensors reads them.
+    """Rewrite a checkpoint as AutoAWQ does; returns the weights that it stands for.
 
     kept: endings of modules that are not converted.
     """
@@ -165,17 +88,8 @@ def awq_checkpoint(directory, group, kept=()):
             stored[name] = exact[name] = tensor
             continue
         size = tensor.shape[1] if group == -1 else group
-        parts = {f"{module}.{part}": x for part, x in awq(tensor, size).items()}
-        stored |= parts
-        args = QuantizationArgs(
-            num_bits=4, strategy="group", group_size=size, symmetric=False, type="int"
-        )
-        state = AutoAWQConverter(group_size=size).process(dict(parts))
-        state = {name.removeprefix(f"{module}."): x for name, x in state.items()}
-        state["weight_scale"] = state["weight_scale"].float()
-        compressor = BaseCompressor.get_value_from_registry("pack-quantized")
-        scheme = QuantizationScheme(targets=["Linear"], weights=args)
-        exact[name] = compressor.decompress(state, scheme)["weight"].float()
+        parts, exact[name] = awq(tensor, size)
+        stored |= {f"{module}.{part}": x for part, x in parts.items()}
         assert (exact[name] - tensor).abs().max() < 0.6 * tensor.abs().max() / 7
     config = AWQ | {"group_size": group, "modules_to_not_convert": list(kept) or None}
     write(directory, stored, config)
@@ -262,10 +176,10 @@ def test_another_form_of_awq_is_refused_in_one_line(directory, change, words):
     ],
 )
 def test_parts_of_awq_that_do_not_fit_are_refused_in_one_line(change, words):
-    parts = awq(torch.randn(64, 64), 32) | change
+    parts = awq(torch.randn(64, 64), 32)[0] | change
     stored = {f"a.{part}": x for part, x in parts.items() if x is not None}
     with pytest.raises(UserError) as refusal:
-        dict(awq_decompressed(stored, stored.__getitem__, 32, "somewhere"))
+        dict(decompressed(stored, stored.__getitem__, 32, "somewhere"))
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -273,7 +187,7 @@ def test_an_awq_matrix_of_another_shape_than_the_models_is_refused(directory):
     exact = awq_checkpoint(directory, 32)
     stored = {**load_file(directory / "a.safetensors"), **load_file(directory / "b.safetensors")}
     module = "model.layers.0.mlp.down_proj"
-    stored |= {f"{module}.{part}": x for part, x in awq(torch.randn(64, 64), 32).items()}
+    stored |= {f"{module}.{part}": x for part, x in awq(torch.randn(64, 64), 32)[0].items()}
     write(directory, stored, AWQ)
     assert f"{module}.weight" in exact
     with pytest.raises(
@@ -283,10 +197,10 @@ def test_an_awq_matrix_of_another_shape_than_the_models_is_refused(directory):
 
 
 @pytest.mark.parametrize(
-    "stored", [{"quant_method": "gptq"}, {"format": "nvfp4-pack-quantized"}, "mine"]
+    "stored", [{"quant_method": "gptq"}, {"quant_method": "compressed-tensors"}, "mine"]
 )
 def test_other_formats_are_refused(directory, stored):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
-    with pytest.raises(UserError, match="quantization_config = '.*': expected None or 'pack-quant"):
+    with pytest.raises(UserError, match="quantization_config = '.*': expected None or 'awq'"):
         load_model(directory)
