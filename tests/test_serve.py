@@ -35,6 +35,7 @@ from nanorchestra.model import chat
 from nanorchestra.records import Preference, Price, ToolResult
 from nanorchestra.report.terminal import Console
 from nanorchestra.serving.http import problem_of
+from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, replay
 from worlds.miniature.ask import EXAMPLES, as_task
 from worlds.terminal import (
@@ -396,6 +397,21 @@ def test_ctrl_c_stops_an_answer_at_once_and_shows_its_cost(talk, monkeypatch, ca
         terminal.rollout.engine.sessions[1].prompt
     )
     assert not failures and capsys.readouterr().err.startswith("serve.py: /frob: no such command")
+
+
+def test_ctrl_c_frees_the_sandbox_within_a_second(talk):
+    with Sandbox(1) as sandbox:
+
+        def call(arguments):
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            return ToolResult(sandbox.run("while True: pass", 60).stdout)
+
+        terminal, out = talk(think("t", "spy"), tools=[spy(call, blocking=True)])
+        terminal.at_prompt = True
+        terminal.handle("anything")
+        before = time.monotonic()
+        assert sandbox.run("1").stdout == "1\n" and time.monotonic() - before < 1
+        assert "answer none (stopped)" in out()
 
 
 def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):

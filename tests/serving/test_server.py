@@ -29,9 +29,10 @@ from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.engine.sequence import Request
 from nanorchestra.records import Preference, ToolResult
-from nanorchestra.serving import connections, service
+from nanorchestra.serving import connections, orchestrate, service
 from nanorchestra.serving.orchestrate import OrchestratorConversation
 from nanorchestra.serving.protocol import Choice
+from nanorchestra.tools.sandbox import Sandbox
 
 ROOT = Path(__file__).parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -401,6 +402,30 @@ def test_a_loop_that_is_left_or_fails_ends(start, monkeypatch):
     release.set()
     answer = httpx.post(server.base + CHAT, json=body)
     assert (answer.status_code, answer.json()["error"]["message"]) == (502, "down")
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_loop_that_is_left_or_takes_too_long_frees_the_sandbox(start, leaves, monkeypatch):
+    """Within a second, although its program would go on for a minute."""
+    entered = threading.Event()
+    with Sandbox(1) as sandbox:
+
+        class Endless(EchoTool):
+            def call(self, arguments):
+                entered.set()
+                return ToolResult(sandbox.run("while True: pass", 60).stdout)
+
+        monkeypatch.setattr(orchestrate, "REQUEST_S", 60 if leaves else 0.5)
+        server = start(Endless(blocking=True))
+        client = HTTPConnection(server.base.removeprefix("http://"))
+        body = json.dumps(chat_body("!ask") | {"model": "nano+tools"})
+        client.request("POST", CHAT, body, {"Content-Type": "application/json"})
+        wait(entered.is_set)
+        if not leaves:
+            assert client.getresponse().status == 504
+        client.close()
+        before = time.monotonic()
+        assert sandbox.run("1").stdout == "1\n" and time.monotonic() - before < 1
 
 
 def test_attempts_are_rows_of_a_trace(start, tmp_path):
