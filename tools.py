@@ -43,7 +43,7 @@ from nanorchestra.errors import UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, check, schema_fault
-from nanorchestra.serving.connections import listen
+from nanorchestra.serving.listening import listen
 from nanorchestra.serving.retrieval import serve_index
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.failures import failed

@@ -23,8 +23,8 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.model.hub import find
 from nanorchestra.records import Price
 from nanorchestra.schemas import Json
-from nanorchestra.serving.connections import address, listen
 from nanorchestra.serving.http import Server
+from nanorchestra.serving.listening import address, listen
 from nanorchestra.tools.spending import Spending
 from worlds.metrics import FAILURE_CHARS, interval
 from worlds.policies import CHANGE, PRICE, SAMPLING, Policy

@@ -35,8 +35,8 @@ from nanorchestra.model import chat
 from nanorchestra.records import ToolCall, ToolResult, Turn
 from nanorchestra.schemas import Json, check
 from nanorchestra.serving.agents import MODEL, Agent, AgentFailure, AttemptHandle, load_agent
-from nanorchestra.serving.connections import Connection, address, application, listen, read_raw
-from nanorchestra.serving.http import BODY_S, CHAT, FORMS, answer, refuse
+from nanorchestra.serving.http import CHAT, FORMS, answer, refuse
+from nanorchestra.serving.listening import address, application, listen, read_raw
 from nanorchestra.serving.protocol import Choice, read_body, usage
 from nanorchestra.tools.replies import REQUESTS
 
@@ -374,7 +374,6 @@ class AttemptServer(uvicorn.Server):
         ]
         config = uvicorn.Config(
             application(routes, refuse, "127.0.0.1"),
-            http=Connection,
             ws="none",
             lifespan="off",
             log_level="critical",
@@ -390,7 +389,7 @@ class AttemptServer(uvicorn.Server):
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         attempt = self._attempt(key.strip() if scheme.lower() == "bearer" else "")
         form = FORMS[CHAT]
-        raw = await read_raw(request, MOST_BYTES, BODY_S)
+        raw = await read_raw(request, MOST_BYTES)
         body = read_body(raw, form.schema, self.defaults)
         return answer(form.writer(body), body, await attempt.complete(body))
 
@@ -415,7 +414,7 @@ class AttemptServer(uvicorn.Server):
         return self.rollout.attempts[key]
 
     async def _object(self, request) -> Json:
-        raw = await read_raw(request, MOST_BYTES, BODY_S)
+        raw = await read_raw(request, MOST_BYTES)
         try:
             body = json.loads(raw.decode())
         except (ValueError, RecursionError) as error:

@@ -28,17 +28,8 @@ from nanorchestra.engine.guide import Guide
 from nanorchestra.engine.sequence import Limits
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
-from nanorchestra.serving.connections import (
-    REFUSED,
-    Connection,
-    address,
-    application,
-    close_overdue,
-    listen,
-    read_raw,
-    serve,
-)
 from nanorchestra.serving.grammars import Grammars
+from nanorchestra.serving.listening import REFUSED, address, application, listen, read_raw, serve
 from nanorchestra.serving.orchestrate import MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import (
     KEEP_ALIVE,
@@ -78,7 +69,6 @@ def page_policy(page: str) -> str:
 
 
 JSON = "application/json"
-BODY_S = 30.0  # that a body may take to come
 SMALL = 16 << 10  # bytes of a body that does not wait behind large ones
 DRAIN_S = 20.0  # until what runs is ended, once the server is
 
@@ -196,18 +186,11 @@ class Server(uvicorn.Server):
         self.paths = [route.path for route in routes]
         config = uvicorn.Config(
             application(routes, refuse, host, lifespan),
-            http=Connection,
             ws="none",
             log_level="warning",
             timeout_graceful_shutdown=int(DRAIN_S) + 5,
         )
         super().__init__(config)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Closes connections whose clients take too long, each second."""
-        if counter % 10 == 0:
-            close_overdue(self.server_state.connections)
-        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets what runs go on to its end, or to the deadline."""
@@ -256,7 +239,7 @@ class Server(uvicorn.Server):
         if media.strip().lower() != JSON:
             raise HTTPException(415, f"the Content-Type must be {JSON}")
         most = (1 << 16) + 32 * self.defaults["max_tokens"]
-        return await read_raw(request, most, BODY_S)
+        return await read_raw(request, most)
 
     async def _open(self, raw, form):
         """A checked body, and the chunks of its answer. What is cheap is checked first."""

@@ -26,13 +26,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from nanorchestra.schemas import SHAPES, Json, schema_error
-from nanorchestra.serving.connections import address, application, read_raw, serve
+from nanorchestra.serving.listening import address, application, read_raw, serve
 from nanorchestra.tools.index import Index, Passage
 
 MOST_BYTES = 128 << 10  # of a body; a query of QUERY_CHARS has 96 KB at most
 MOST_WAITING = 512  # queries; more are told to come again
 BATCH = 32  # queries that are embedded together
-BODY_S = 10.0  # that a body may take to come
 ANSWER_S = 60.0  # that a query may wait
 STOP_S = 5  # that answers may take once the server is to end
 PASSAGES = 3  # where a body does not say k
@@ -74,8 +73,7 @@ class SearchServer(uvicorn.Server):
         return reply(state | {"waiting": self._waiting, "searches": self.searches})
 
     async def _search(self, request: Request) -> Response:
-        body = read(await read_raw(request, MOST_BYTES, BODY_S))
-        # Only now: a client that sends half a body must not take the place of a query.
+        body = read(await read_raw(request, MOST_BYTES))
         if self._waiting >= MOST_WAITING:
             raise HTTPException(503, f"{MOST_WAITING} queries wait already", {"Retry-After": "1"})
         self._waiting += 1

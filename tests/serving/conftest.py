@@ -6,7 +6,7 @@ import pytest
 from running_server import ABOUT, Running, scripted
 
 from nanorchestra.engine.engine import Engine
-from nanorchestra.serving import http, service
+from nanorchestra.serving import service
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,6 @@ def make_engine(make_nano, nano_tokenizer):
 def running(make_engine):
     with pytest.MonkeyPatch.context() as limits:
         limits.setattr(service, "REQUEST_S", 60)
-        limits.setattr(http, "BODY_S", 2)
         running = Running(make_engine(), about=ABOUT)
         yield running
         running.assert_idle()

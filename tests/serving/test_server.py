@@ -29,7 +29,7 @@ from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.engine.sequence import Request
 from nanorchestra.records import Preference, ToolResult
-from nanorchestra.serving import connections, orchestrate, service
+from nanorchestra.serving import orchestrate, service
 from nanorchestra.serving.orchestrate import OrchestratorConversation
 from nanorchestra.serving.protocol import Choice
 from nanorchestra.tools.sandbox import Sandbox
@@ -173,16 +173,9 @@ def test_other_mistakes_have_their_status(http, running):
         (405, "Method", lambda: http.get(CHAT)),
         (413, "more than 131072", lambda: http.post(CHAT, content=b" " * 10**7, headers=json_type)),
         (415, "application/json", lambda: http.post(CHAT, content=b"{}")),
-        (408, "time", lambda: http.post(CHAT, content=drip(), headers=json_type)),
     ):
         answer = ask()
         assert answer.status_code == status and reason in answer.text, answer.text
-
-
-def drip():
-    for _ in range(100):
-        yield b" "
-        time.sleep(0.05)
 
 
 def test_what_is_harmless_is_served(http):
@@ -541,66 +534,6 @@ def test_changed_bodies_are_answered_or_refused(http, running):
         answer = http.post(path, content=body, headers={"content-type": "application/json"})
         assert answer.status_code < 500 and "server_error" not in answer.text, (body, answer.text)
     running.assert_idle()
-
-
-def raw_connection(server):
-    return socket.create_connection(("127.0.0.1", int(server.base.rpartition(":")[2])), timeout=20)
-
-
-HEAD = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode()
-HALVES = {
-    "nothing": b"",
-    "half a line": b"POST /v1",
-    "half the headers": HEAD,
-    "half a body": HEAD + b"Content-Length: 100\r\n\r\n{",
-    "half a second request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he",
-}
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_half_a_request_is_given_up(running, monkeypatch, name):
-    """Within seconds, and more than may be open keep no client out meanwhile."""
-    monkeypatch.setattr(connections, "CONNECTIONS", 20)
-    opened = running.server.server_state.connections
-    halves = [raw_connection(running) for _ in range(50)]
-    for half in halves:
-        with suppress(OSError):
-            half.sendall(HALVES[name])
-    wait(lambda: 0 < len(opened) <= 20, 1)
-    start = time.monotonic()
-    assert "fourty-two" in httpx.post(running.base + CHAT, json=chat_body(), timeout=30).text
-    assert time.monotonic() - start < 2 and len(opened) > 5
-    monkeypatch.setattr(connections, "WAIT_S", 0.1)
-    wait(lambda: not opened)
-    for half in halves:
-        half.close()
-
-
-@pytest.mark.slow
-def test_a_client_that_does_not_read_is_given_up(running, monkeypatch):
-    monkeypatch.setattr(connections, "WRITE_S", 1.0)
-    body = json.dumps(
-        chat_body("babble", max_tokens=1900, ignore_eos=True, stream=True, n=8)
-        | {"logprobs": True, "top_logprobs": 20}
-    ).encode()
-    client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    client.connect(("127.0.0.1", int(running.base.rpartition(":")[2])))
-    client.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    wait(lambda: running.service.live)
-    wait(lambda: not running.server.server_state.connections)
-    running.assert_idle()
-    client.close()
-
-
-def test_endless_headers_are_refused(running):
-    with raw_connection(running) as client:
-        with suppress(OSError):
-            for _ in range(200):
-                client.sendall(b"GET / HTTP/1.1\r\n" if not _ else b"X: " + b"x" * 1000 + b"\r\n")
-        with suppress(ConnectionError):
-            assert b"400" in client.recv(4096)
-    wait(lambda: not running.server.server_state.connections)
 
 
 @pytest.mark.slow
