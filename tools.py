@@ -3,10 +3,10 @@
 How a new tool reaches the model, in worlds that run calls by `ToolEnvironment` (questions, the
 miniature, and serve.py with `--tools`; a ToolScale task has tools of another form, data that
 worlds/toolscale/program.py interprets):
-1. Write the class here: a name, a kind, a description, the JSON schema `parameters` of its
-   arguments, `blocking` (True if a call waits), and `call(arguments) -> ToolResult`, the
-   observation with its cost and latency. The contract is `Tool` in
-   nanorchestra/agent/environment.py. A call that cannot be run costs nothing.
+1. Write the class here, as a `Tool` (nanorchestra/tools/limits.py): a name, a kind, a description,
+   the JSON schema `parameters` of its arguments, `blocking` (True if a call waits), and
+   `call(arguments) -> ToolResult`, the observation with its cost and latency. A call that cannot be
+   run costs nothing. Prices, or `most_usd`, say the most that a call can cost.
 2. List it in the catalogue: add its kind and settings to nanorchestra/shapes/catalogue.json, and
    make it in `Catalogue`, which reads the file given with `--tools`. Or offer it in a world.
 3. nanorchestra/model/chat.py renders its schema into the prompt, through `function_schema`.
@@ -38,7 +38,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.agent.environment import Tool
 from nanorchestra.errors import UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
@@ -50,6 +49,7 @@ from nanorchestra.tools.failures import failed
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, RemoteIndex
+from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.models import SERVED, Endpoint, Expert, ExpertTool, tell_once
 from nanorchestra.tools.options import parse
 from nanorchestra.tools.roles import ROLES, RoleTool
@@ -66,7 +66,7 @@ LISTED = re.compile(r"([\w.-]+) \| \$+([\d.]+) \| \$+([\d.]+) \| ([\d.]+)s")  # 
 
 
 @dataclass
-class PythonTool:
+class PythonTool(Tool):
     """Runs code in the sandbox; a second of the run costs `usd_per_second`.
 
     `latency_s` None: measured, the wait for a worker included. A world with a virtual clock states
@@ -114,7 +114,7 @@ class PythonTool:
 
 
 @dataclass
-class LookupTool:
+class LookupTool(Tool):
     """Finds the passages of a corpus that fit a query best, and names their sources.
 
     `latency_s` None: measured. A world with a virtual clock states it.

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.records import Preference, Price, Task, ToolResult
-from nanorchestra.tools.allowance import UNLIMITED
+from nanorchestra.tools.limits import UNLIMITED, Tool
 
 LIMITS = AttemptLimits()
 ANSWER = "<think>\nt\n</think>\n\n42<|im_end|>"
@@ -80,7 +80,7 @@ class ScriptedSession:
 
 
 @dataclass
-class EchoTool:
+class EchoTool(Tool):
     """Repeats its text, or returns `result`, for 0.25 dollars and 2 seconds."""
 
     name: str = "echo"

@@ -20,7 +20,7 @@ from nanorchestra.evidence import Evidence
 from nanorchestra.files import read_json
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools import models
-from nanorchestra.tools.allowance import UNLIMITED, RefusedError, most_usd, within
+from nanorchestra.tools.limits import UNLIMITED, RefusedError, within
 from tools import RecordsTool, SimulatedExpert, Skill, load_tools, tool
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
@@ -167,7 +167,7 @@ def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server, monke
     tools = load(
         catalogue(EXPERT, web, here=server.url, max_usd=0.051, experts=experts, aliases={})
     )
-    assert most_usd(tools[1], {"query": "q"}) == pytest.approx(0.05)
+    assert tools[1].most_usd({"query": "q"}) == pytest.approx(0.05)
     server.answer = lambda body: said("a", usage=(0, 1000))
     assert not tools[0].call({"task": "t"}).error  # $0.002
     assert "more than the run has left" in tools[1].call({"query": "q"}).content

@@ -9,10 +9,10 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from nanorchestra.agent.environment import Tool
 from nanorchestra.records import Price, Task, ToolResult, banned
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import count_tokens
+from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.simulated import Simulation
@@ -150,8 +150,7 @@ def _offer(tool: Tool, models: dict[str, str], schedule: int | None, form: str) 
 
 def _priced(tool: Tool, description: str) -> str:
     """Returns a description that states what a call, or a second of it, costs."""
-    for unit in ("call", "second"):
-        usd = getattr(tool, f"usd_per_{unit}", 0.0)
+    for unit, usd in tool.prices.items():
         if usd:
             description = f"{description} Price: ${usd:g} a {unit}."
     return description
@@ -218,7 +217,7 @@ class SimulatedModel(Expert):
 
 
 @dataclass
-class SimulatedSearch:
+class SimulatedSearch(Tool):
     """A search with nothing behind it, for a role without one: a page with an answer to the task.
 
     The answer is right with the probability SEARCH_SKILL. A call costs what Tavily's search does.

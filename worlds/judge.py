@@ -9,7 +9,7 @@ import re
 import unicodedata
 from decimal import Decimal
 
-from nanorchestra.agent.environment import Tool
+from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.roles import final_answer
 from worlds.toolscale.model_user import ask
 

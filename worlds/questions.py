@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanorchestra.agent.environment import Tool, ToolEnvironment
+from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.lessons import Lesson
 from nanorchestra.agent.world import Split
 from nanorchestra.config import DRAWN, TaskSection
@@ -28,7 +28,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
 from nanorchestra.records import Bounds, Preference, Task, ToolCall
 from nanorchestra.schemas import Json, argument_error, check, whole_characters
-from nanorchestra.tools.allowance import Allowance, all_ban_names
+from nanorchestra.tools.limits import Allowance, Tool, all_ban_names
 from nanorchestra.tools.models import ExpertTool
 from worlds import catalogue, preferences
 from worlds.judge import grade
@@ -214,7 +214,7 @@ class TaughtQuestions(QuestionWorld):
         what = catalogue.row(tool)["what"]
         alias = next(row["name"] for row in env.task.data["tools"] if row["what"] == what)
         call = ToolCall(alias, stated.get("arguments", {}))
-        prepared = env.prepare(call, Allowance(preference=env.task.preference))
+        prepared = env.prepare(call, Allowance(never=env.task.preference.never))
         return Lesson(stated.get("thought", ""), call=call, result=asyncio.run(prepared.run()))
 
 

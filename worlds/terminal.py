@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from nanorchestra.agent.environment import Tool, ToolEnvironment
+from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.transcript import Transcript
 from nanorchestra.errors import UserError, nearest, require
@@ -24,8 +24,8 @@ from nanorchestra.report.run import number
 from nanorchestra.report.terminal import Console, counted, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json
-from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.corpus import open_index
+from nanorchestra.tools.limits import Tool, all_ban_names
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
@@ -401,7 +401,5 @@ def price(tool: Tool) -> str:
     """Returns what a tool charges, in US dollars."""
     models = getattr(tool, "experts", {"": tool}).values()
     charges = [PER_MILLION.format(model.price) for model in models if hasattr(model, "price")]
-    for name, usd in vars(tool).items():
-        if name.startswith("usd_") and usd:
-            charges.append(f"${number(usd)} {name[4:]}".replace("_", " "))
+    charges += [f"${number(usd)} per {unit}" for unit, usd in tool.prices.items() if usd]
     return "; ".join(dict.fromkeys(charges)) or "free"

@@ -7,18 +7,25 @@ A call is prepared before it runs, so that the loop knows the most that it can c
 
 import re
 import threading
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
 from nanorchestra.errors import WorldError
 from nanorchestra.evidence import Evidence
-from nanorchestra.records import RESULT_WORDS, Task, ToolCall, ToolResult, Trajectory
+from nanorchestra.records import Task, ToolCall, ToolResult, Trajectory
 from nanorchestra.schemas import Json, argument_error
-from nanorchestra.tools.allowance import Allowance, RefusedError, most_usd, within
 from nanorchestra.tools.failures import failed, is_infrastructure
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.limits import (
+    Allowance,
+    PreparedCall,
+    RefusedError,
+    Tool,
+    refused_call,
+    within,
+)
 from nanorchestra.tools.threads import in_thread
 
 RESULT_CHARS = 16_000  # of texts without spaces
@@ -26,41 +33,6 @@ WORD = re.compile(r"\S+")
 NOTE_CHARS = 80  # of a note at most
 PIECE_CHARS = 1 << 20
 NOTE = re.compile(r"\n\[[\d,]+ of (?P<whole>[\d,]+) (?:words|characters)\]\Z")
-
-
-class Tool(Protocol):
-    """What the orchestrator may call under `name`; `parameters` is the JSON schema of `call`.
-
-    `kind` says what is behind the name ("code", "search", "expert", ...). A tool of kind "answer"
-    gives the final answer: its first result that is no error ends the attempt. A `blocking` call
-    runs in a thread, so that it does not hold up other attempts; it returns in bounded time, and
-    the seconds that it waits are part of its latency. A tool with a field `evidence` has the
-    attempt's there.
-
-    What a call can cost is `usd_per_call`, plus `usd_per_second` for `timeout_s` seconds, or what
-    the method `most_usd(arguments)` returns. A tool that costs money states it, since the user's
-    limit holds by it. nanorchestra/tools/allowance.py has the other methods that a tool may have.
-    """
-
-    name: str
-    kind: str
-    description: str
-    parameters: Json
-    blocking: bool
-
-    def call(self, arguments: Json) -> ToolResult:
-        """Returns the observation and its price."""
-
-
-@dataclass(frozen=True)
-class PreparedCall:
-    """A call that may be made: `run()` returns its result, for `most_usd` US dollars at most.
-
-    `most_usd` is 0 where the allowance bounds neither dollars nor seconds.
-    """
-
-    run: Callable[[], Awaitable[ToolResult]]
-    most_usd: float = 0.0
 
 
 class Environment(Protocol):
@@ -119,8 +91,7 @@ class ToolEnvironment:
             tool = within(self.by_name[call.name], call.arguments, allowance)
         except RefusedError as error:
             return refused_call(str(error))
-        most = most_usd(tool, call.arguments) if allowance.bounded else 0.0
-        return PreparedCall(lambda: self._run(tool, call), most)
+        return PreparedCall(lambda: self._run(tool, call), tool.most_usd(call.arguments))
 
     def _problem(self, call) -> str | None:
         """Returns why a call cannot be run; None if it can."""
@@ -133,10 +104,9 @@ class ToolEnvironment:
 
     async def _run(self, tool, call) -> ToolResult:
         """Runs a call of `tool`, which keeps to its allowance."""
-        words = getattr(self.by_name[call.name], "result_words", RESULT_WORDS)
         if tool.blocking:
-            return await in_thread(observed, tool, call, words)
-        return observed(tool, call, words)
+            return await in_thread(observed, tool, call, tool.result_words)
+        return observed(tool, call, tool.result_words)
 
     async def reply(self, content: str) -> None:
         """Returns None: the first message without a call is the answer."""
@@ -160,20 +130,6 @@ def observed(tool: Tool, call: ToolCall, words: int) -> ToolResult:
         if in_main and isinstance(error, KeyboardInterrupt):
             raise
         return failed(call.name, error)
-
-
-def refused(problem: str) -> ToolResult:
-    """Returns the observation of a call that is not run."""
-    return ToolResult(f"Error: {problem}", error=True, refused=True)
-
-
-def refused_call(problem: str) -> PreparedCall:
-    """Returns a call that is not run, and says why."""
-
-    async def run():
-        return refused(problem)
-
-    return PreparedCall(run)
 
 
 def score_answer(env: Environment, t: Trajectory) -> None:

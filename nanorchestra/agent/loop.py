@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nanorchestra.agent.environment import Environment, score_answer, shortened
-from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
 from nanorchestra.agent.rebuild import ANSWER, Notes, first_calls
 from nanorchestra.engine.sequence import Completion, OnToken
 from nanorchestra.engine.stream import TurnStream
@@ -32,6 +31,7 @@ from nanorchestra.records import (
     Trajectory,
     Turn,
 )
+from nanorchestra.tools.limits import SECONDS_PER_TOKEN, UserLimits
 from nanorchestra.tools.replies import in_attempt
 from nanorchestra.tools.threads import in_thread
 
@@ -100,7 +100,11 @@ class Attempt:
         self.tokenizer = rollout.tokenizer
         self.trajectory = Trajectory(env.task.id, seed)
         self.user_limits = UserLimits(
-            env, self.trajectory, rollout.price, rollout.seconds_per_token
+            env.task.preference,
+            env.prepare,
+            self.trajectory,
+            rollout.price,
+            rollout.seconds_per_token,
         )
         self.conversation: Conversation | None = None
         self.context_start = 0  # where in the trajectory the conversation begins

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.loop import Attempt, AttemptLimits, Rollout
 from nanorchestra.agent.rebuild import Notes
 from nanorchestra.engine.sequence import Completion, OnToken
@@ -24,6 +23,7 @@ from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json, bounded_json
+from nanorchestra.tools.limits import UserLimits
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending

@@ -36,6 +36,7 @@ from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import in_daemon
 
@@ -55,7 +56,7 @@ class GivenUpError(Exception):
 
 
 @dataclass
-class FunctionTool:
+class FunctionTool(Tool):
     """A Python function of the user's. A call ends after `timeout_s` seconds.
 
     `kind` is "function", "search" or "code". What one of the last two returns is evidence.

@@ -46,6 +46,7 @@ from nanorchestra.tools.http import (
     secret,
     trusted,
 )
+from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.spending import Spending
 
 START_S = 60.0  # for a server to start and to list its tools; npx and uvx may install it first
@@ -67,7 +68,7 @@ class ServerFailure(Exception):  # noqa: N818
 
 
 @dataclass
-class McpTool:
+class McpTool(Tool):
     """A tool of an MCP server, which knows it as `remote`. A call ends after `timeout_s` seconds.
 
     `latency_s` None: measured.
@@ -87,7 +88,7 @@ class McpTool:
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the name of its server, under which all its tools can be banned."""
-        return {self.server.name}
+        return super().ban_names(arguments) | {self.server.name}
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns the result as text.

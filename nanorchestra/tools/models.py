@@ -16,9 +16,9 @@ from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
-from nanorchestra.tools.allowance import Allowance, too_dear
 from nanorchestra.tools.failures import failed
 from nanorchestra.tools.http import EndpointError, count_tokens, post, secret
+from nanorchestra.tools.limits import Allowance, Tool
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 
@@ -157,17 +157,17 @@ class Expert:
         """
         return self.price.cost(most_tokens(text), self.max_tokens)
 
-    def within(self, text: str, name: str, allowance: Allowance) -> "Expert":
+    def smaller(self, text: str, allowance: Allowance) -> "Expert":
         """Returns the expert with the reply to `text` bounded by what may be spent.
 
-        Raises RefusedError if that is too short to be of use. The policy knows it as `name`.
+        As it is, if that would be too short to be of use.
         """
         least = LEAST_REASONING_TOKENS if self.reasoning else LEAST_REPLY_TOKENS
         for usd in (min(allowance.share, allowance.usd), allowance.usd):
             tokens = self._reply_tokens(text, usd)
             if tokens >= min(least, self.max_tokens):
                 return replace(self, max_tokens=tokens)
-        raise too_dear(name, self.most_usd(text), allowance.usd)
+        return self
 
     def _reply_tokens(self, text, usd) -> int:
         """Returns how many tokens the reply to `text` may have for so many US dollars."""
@@ -271,7 +271,7 @@ def _emptiness(message) -> str:
 
 
 @dataclass
-class ExpertTool:
+class ExpertTool(Tool):
     """An expert for a task that the policy writes; without one it receives the whole problem.
 
     `experts` has one, under the name of the tool.
@@ -286,12 +286,12 @@ class ExpertTool:
     parameters = arguments_schema(task="string") | {"required": []}
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
-        """Returns the names under which its model can be banned."""
-        return self.expert.ban_names
+        """Returns the names under which it or its model can be banned."""
+        return super().ban_names(arguments) | self.expert.ban_names
 
-    def within(self, arguments: Json, allowance: Allowance) -> "ExpertTool":
-        """Returns the tool with a reply that the allowance pays for, else raises RefusedError."""
-        expert = self.expert.within(self._task(arguments), self.name, allowance)
+    def smaller(self, arguments: Json, allowance: Allowance) -> "ExpertTool":
+        """Returns the tool with a reply that the allowance pays for, if one is long enough."""
+        expert = self.expert.smaller(self._task(arguments), allowance)
         return replace(self, experts={self.name: expert})
 
     @property

@@ -8,13 +8,12 @@ has found, cut to the expert's token budgets; the policy chooses the expert alon
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nanorchestra.evidence import Evidence, EvidenceBudget
 from nanorchestra.records import RESULT_WORDS, ToolResult, banned, part
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.allowance import Allowance, RefusedError, ban_names, most_usd
 from nanorchestra.tools.failures import failed
+from nanorchestra.tools.limits import Allowance, RefusedError, Tool
 from nanorchestra.tools.models import Expert
 
 CODE = (
@@ -43,7 +42,7 @@ WHOLE = 10**9  # characters of a document
 
 
 @dataclass
-class RoleTool:
+class RoleTool(Tool):
     """A published role: the policy chooses one of `experts` by its alias.
 
     `helpers` are the tools for what the expert writes: searches, of which the first that finds a
@@ -54,7 +53,7 @@ class RoleTool:
     name: str
     description: str
     experts: dict[str, Expert]
-    helpers: Sequence[Any] = ()
+    helpers: Sequence[Tool] = ()
     given: Json | None = None
     evidence: Evidence | None = None
     result_words: int = RESULT_WORDS
@@ -83,35 +82,39 @@ class RoleTool:
         return schema
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
-        """Returns the names under which its models can be banned, or the one that is chosen."""
-        chosen = self.experts if arguments is None else {arguments["model"]} & {*self.experts}
-        return set(chosen).union(*(self.experts[alias].ban_names for alias in chosen))
+        """Returns the names under which it, or the model that is chosen, can be banned."""
+        names = {self.name, self.kind}
+        for alias, expert in self.experts.items():
+            if arguments is None or arguments["model"] == alias:
+                names |= {alias} | expert.ban_names
+        return names
 
-    def within(self, arguments: Json, allowance: Allowance) -> "RoleTool":
+    def smaller(self, arguments: Json, allowance: Allowance) -> "RoleTool":
         """Returns the role without banned helpers, and with a reply that the allowance pays for.
 
-        Raises RefusedError if no helper is left, the money does not suffice, or the model is none
-        of `experts`.
+        Raises RefusedError if no helper is left, or the model is none of `experts`.
         """
-        alias, never = arguments["model"], allowance.preference.never
+        alias = arguments["model"]
         if alias not in self.experts:
             known = ", ".join(self.experts)
             raise RefusedError(f"{self.name}: no model {alias!r}; there are {known}")
-        helpers = [helper for helper in self.helpers if not banned(ban_names(helper), never)]
-        if self.helpers and not helpers:
-            ban = banned(ban_names(self.helpers[0]), never)
-            raise RefusedError(f"the user forbids {ban}, which {self.name} uses")
-        helping = sum(most_usd(helper, {}) for helper in helpers)
-        left = replace(allowance, usd=allowance.usd - helping, share=allowance.share - helping)
+        bans = [banned(helper.ban_names(), allowance.never) for helper in self.helpers]
+        helpers = [helper for helper, ban in zip(self.helpers, bans, strict=True) if not ban]
+        if bans and not helpers:
+            raise RefusedError(f"the user forbids {bans[0]}, which {self.name} uses")
+        helped = replace(self, helpers=helpers)
         expert = self.experts[alias]
-        expert = expert.within(self.prompt(expert), alias, left)
-        return replace(self, helpers=helpers, experts=self.experts | {alias: expert})
+        expert = expert.smaller(self.prompt(expert), allowance.minus(helped.helping_usd()))
+        return replace(helped, experts=self.experts | {alias: expert})
+
+    def helping_usd(self) -> float:
+        """Returns the most US dollars that the helpers of a call can cost together."""
+        return sum(helper.most_usd({}) for helper in self.helpers)
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest reply and of all helpers."""
         expert = self.experts[arguments["model"]]
-        helping = sum(most_usd(helper, {}) for helper in self.helpers)
-        return expert.most_usd(self.prompt(expert)) + helping
+        return expert.most_usd(self.prompt(expert)) + self.helping_usd()
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns code and its output, documents, or an answer; each also as findings."""

@@ -13,6 +13,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import post
+from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.replies import ReplayError, Reply, ReplyStore
 from nanorchestra.tools.spending import Spending
 
@@ -24,7 +25,7 @@ MIN_CHARS = 100  # of a page; a shorter one is replaced by the excerpts of the s
 
 
 @dataclass
-class WebSearch:
+class WebSearch(Tool):
     """Documents of the web for a query. Prices are Tavily's, in USD.
 
     `cache` is a directory of recorded replies of this tool alone, beside those of the run; ""
@@ -59,7 +60,12 @@ class WebSearch:
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which searches of the web can be banned."""
-        return {"web", "web search"}
+        return super().ban_names(arguments) | {"web", "web search"}
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """The US dollars of a search, and of a page that is read."""
+        return {"search": self.usd_per_search, "page": self.usd_per_page}
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of a search whose pages are all read."""

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
+from nanorchestra.tools.limits import Tool
 
 Reply = TypeVar("Reply")
 Range = tuple[float, float]  # the least and the greatest factor, between which one is drawn
@@ -96,7 +97,7 @@ class Skill:
 
 
 @dataclass
-class SimulatedExpert:
+class SimulatedExpert(Tool):
     """A simulated language model that answers the task's question, and says how sure it is.
 
     Within an attempt it repeats its answer; with another seed it may err differently.

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, arguments_schema
+from nanorchestra.tools.limits import Tool
 
 
 @dataclass
-class RecordsTool:
+class RecordsTool(Tool):
     """Reads one row of a table by its id. `tables` is {table: {id as text: row}}."""
 
     name: str

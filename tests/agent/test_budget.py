@@ -21,8 +21,8 @@ from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.config import TaskSection
 from nanorchestra.records import Price, Task, banned
-from nanorchestra.tools.allowance import all_ban_names
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.limits import all_ban_names
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.spending import Spending

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -110,18 +109,3 @@ def test_a_name_that_is_not_there_is_one_line_with_the_nearest():
         with pytest.raises(UserError, match=problem):
             Preference.parse(line, "it").check_names("it", ["a", "b"], ["gpt-5"])
     Preference.parse('never="GPT 5",a', "it").check_names("it", ["a", "b"], ["gpt-5"])
-
-
-def test_an_orchestrator_without_a_limit_of_dollars_is_waited_for(nano_tokenizer):
-    """It made the dollars left infinity minus infinity, and a call given up cost infinity."""
-
-    class Endless(EchoTool):
-        def most_usd(self, arguments):
-            return math.inf
-
-    tool = Endless(blocking=True, seconds=0.3, result=ToolResult("late", 0.25, 0.0))
-    t, contents, _, _ = limited(nano_tokenizer, [TWO, ANSWER], tool, seconds=0.9)
-    assert t.calls == {"echo": 2} and 0.5 <= t.cost_usd < 0.51 and contents == ["late", "late"]
-    slow = Endless(blocking=True, seconds=0.5, result=ToolResult("late", 0.25, 0.5))
-    t, contents, _, _ = limited(nano_tokenizer, [call(), ANSWER], slow, seconds=0.4)
-    assert "was given up" in contents[0] and 0.25 <= t.cost_usd < 0.26

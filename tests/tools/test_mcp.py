@@ -14,9 +14,8 @@ import pytest
 from scripted import ANSWER, call, echoing, play
 
 from nanorchestra.errors import UserError
-from nanorchestra.records import Preference
 from nanorchestra.tools import mcp as served
-from nanorchestra.tools.allowance import Allowance, RefusedError, within
+from nanorchestra.tools.limits import Allowance, RefusedError, within
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.spending import Spending
 from tools import load_tools
@@ -116,7 +115,7 @@ def test_a_server_is_offered_with_price_and_latency_and_its_secrets_stay(load, m
     result = tool.call({"text": "bad"})
     assert (result.content, result.error, result.infrastructure) == ("Error: no", True, False)
     with pytest.raises(RefusedError, match="forbids s"):
-        within(tool, {"text": ""}, Allowance(preference=Preference(never=["s"])))
+        within(tool, {"text": ""}, Allowance(never=["s"]))
 
 
 def test_an_address_is_a_server(load, monkeypatch):

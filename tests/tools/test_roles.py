@@ -8,6 +8,7 @@ import pytest
 
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price, ToolResult
+from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.roles import RoleTool, final_answer
 from nanorchestra.tools.spending import Spending
@@ -20,7 +21,7 @@ class Scripted(Expert):
         return ToolResult(Scripted.text)
 
 
-class Recorder:
+class Recorder(Tool):
     name, kind = "helper", "search"
 
     def call(self, arguments):

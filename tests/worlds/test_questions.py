@@ -28,7 +28,7 @@ from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
-from nanorchestra.tools.allowance import Allowance, most_usd
+from nanorchestra.tools.limits import Allowance
 from nanorchestra.training import build
 from worlds.load import open_world
 from worlds.questions import load_rows
@@ -179,7 +179,7 @@ def test_a_search_with_nothing_behind_it_is_simulated_with_the_experts_or_refuse
         result = execute(env, call)
         question, answer = result.content.split("\n")
         assert question == task.question and result.findings["documents"] == [result.content]
-        assert 0.01 < result.cost_usd <= most_usd(env.by_name["search"], call.arguments)
+        assert 0.01 < result.cost_usd <= env.by_name["search"].most_usd(call.arguments)
         right.append(answer == task.data["answer"])
     assert 0.5 < sum(right) / len(right) < 0.9
 

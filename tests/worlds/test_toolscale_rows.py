@@ -16,8 +16,8 @@ from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolCall
-from nanorchestra.tools.allowance import Allowance
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.limits import Allowance
 from worlds.load import open_world
 from worlds.toolscale.dataset import load_world
 
@@ -303,7 +303,7 @@ def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue
     assert call(env, "call_expert", expert="expert-1").error and env.history == before
     asked = len(server.bodies)
     for ban in ("expert-1", "m", "Call expert", "expert", "proprietary"):
-        allowance = Allowance(preference=Preference(never=[ban]))
+        allowance = Allowance(never=[ban])
         prepared = env.prepare(ToolCall("call_expert", {"expert": "expert-1"}), allowance)
         result = asyncio.run(prepared.run())
         assert result.refused and result.content == f"Error: the user forbids {ban}"

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanorchestra.agent.lessons import Lesson
-from nanorchestra.agent.limits import SECONDS_PER_TOKEN
 from nanorchestra.agent.world import Split
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall
+from nanorchestra.tools.limits import SECONDS_PER_TOKEN
 from reward import POLICY, PRICES
 from worlds import preferences
 from worlds.toolscale.domain import USER, Domain, check_shape

@@ -6,11 +6,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from nanorchestra.agent.environment import PreparedCall, Tool, refused, refused_call
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
-from nanorchestra.tools.allowance import Allowance, RefusedError
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.limits import (
+    Allowance,
+    PreparedCall,
+    RefusedError,
+    Tool,
+    refused,
+    refused_call,
+)
 from nanorchestra.tools.models import Expert
 from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.threads import in_thread
@@ -110,7 +116,7 @@ class DomainEnvironment:
         try:
             if call.error is None and call.name == EXPERT and self.experts:
                 return self._prepare_expert(call.arguments.get("expert"), allowance)
-            allowance.check_bans({call.name})
+            allowance.check_names({call.name})
         except RefusedError as error:
             return refused_call(str(error))
         return PreparedCall(partial(self._do, call))
@@ -122,14 +128,16 @@ class DomainEnvironment:
             raise RefusedError(f"{EXPERT}: expert must be one of {names}, not {alias!r}")
         expert = self.experts[alias]
         price = Price(*expert["usd"])  # that the task quotes
-        allowance.check_bans(self._ban_names(expert))
+        allowance.check_names(self._ban_names(expert))
         if self.models.experts is None:
             most = price.cost(sum(map(len, self.history)), STEP_TOKENS)
             allowance.check_usd(alias, most)
             return PreparedCall(partial(self._hand_over, expert, None), most)
         asked = replace(self.models.experts[expert["model"]], price=price)
-        asked = asked.within(self._turn(), alias, allowance)
-        return PreparedCall(partial(self._hand_over, expert, asked), asked.most_usd(self._turn()))
+        asked = asked.smaller(self._turn(), allowance)
+        most = asked.most_usd(self._turn())
+        allowance.check_usd(alias, most)
+        return PreparedCall(partial(self._hand_over, expert, asked), most)
 
     async def _do(self, call) -> ToolResult:
         return self.do(call)
