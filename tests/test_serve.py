@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import math
 import os
 import re
 import signal
@@ -17,7 +16,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from openai_server import openai_server, said
@@ -632,26 +630,9 @@ def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     attempt = before[: before.index("  cost")].splitlines()
     assert list(map(str.rstrip, printed[: len(attempt)])) == attempt
     assert any("  tool-ro-ta-vi {}: " in line for line in printed)
-    recorded = Path(file).read_text()
     (tmp_path / "trace.jsonl").write_text('{"task": 3}\n')
     assert serve.main(["--replay", file]) == 2
     assert "trace.jsonl, line 1: not a recorded attempt" in capsys.readouterr().err
-    wrong = (
-        [("cost_usd",), ("ids",), ("ids", 0), ("turns",), ("turns", 0, "end"), ("task", "question")]
-        + [("turns", 0, "results", 0, name) for name in ("content", "latency_s", "parts", "alias")]
-        + [("turns", 0, "calls", 0, "name"), ("task", "preference", "never"), ("sampled",)]
-    )
-    for place in wrong:
-        for value in (None, {"a": 1}, [[]], math.nan, 10**30, -1):
-            changed = json.loads(recorded)
-            inner = changed
-            for key in place[:-1]:
-                inner = inner[key]
-            inner[place[-1]] = value
-            Path(file).write_text(json.dumps(changed))
-            status = serve.main(["--replay", file])
-            err = capsys.readouterr().err
-            assert status in (0, 2) and len(err.splitlines()) == status // 2, (place, value, err)
 
 
 def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line):

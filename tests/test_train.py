@@ -507,26 +507,3 @@ def test_a_dry_run_over_a_base_in_4_bits_passes(tmp_path, capsys, without_report
     run = tmp_path / "qwen3-8b-qlora-dry-run"
     assert all(row["logprob_gap_max"] < 1e-4 for row in rows(run))
     assert (run / "adapter").is_dir() and (run / "model").is_dir()
-
-
-def test_notes_of_a_checkpoint_with_wrong_types_are_one_line(make_training):
-    run = make_training("notes", {"grpo.steps": 0})
-    assert run.train()
-    (folder,) = run.checkpoints.folder.glob("[!.]*")
-    notes = json.loads((folder / "notes.json").read_text())["notes"]
-    progress = notes["progress"]
-    run._prepare_for(notes)
-    for changed in (
-        {"progress": progress | {"phase": ["a"]}},
-        {"progress": progress | {"phase": "model"}},
-        {"progress": progress | {"step": "a"}},
-        {"progress": progress | {"step": -5}},
-        {"progress": progress | {"before": 5}},
-        {"progress": progress | {"seconds": math.nan}},
-        {"offsets": None},
-        {"offsets": {"metrics": -1}},
-        {"weight_version": "x"},
-    ):
-        with pytest.raises(UserError, match="the notes of a checkpoint") as refusal:
-            run._prepare_for(notes | changed)
-        assert "\n" not in str(refusal.value)

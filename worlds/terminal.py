@@ -28,7 +28,7 @@ from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.limits import Tool, all_ban_names
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
+from nanorchestra.training.trajectories import from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import names_of, reached
 from worlds.load import knows_only_miniature
@@ -368,7 +368,6 @@ def show_again(path: Path, tokenizer: Tokenizer) -> None:
     console = Console(sys.stdout)
     for line, row in read_json_lines(path):
         where = f"{path}, line {line}: not a recorded attempt"
-        check_row(row, where)
         try:
             task, trajectory = from_row(row)
         except (KeyError, TypeError):

@@ -1,6 +1,8 @@
-"""Before a run: the memory of one GPU by part, in GB of 1e9 bytes, for a full token budget.
+"""Before a run: the memory of one GPU by part.
 
-python train.py --plan --config qwen3-8b --gpus 8 --memory 80
+    python train.py --plan --config qwen3-8b --gpus 8 --memory 80
+
+It is in GB of 1e9 bytes, for a full token budget.
 """
 
 import os

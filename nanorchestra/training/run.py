@@ -19,13 +19,13 @@ from tqdm import tqdm
 
 from nanorchestra.config import DRAFT, Config
 from nanorchestra.engine.engine import Engine
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import require
 from nanorchestra.files import read_text, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.page import write_report
 from nanorchestra.report.run import Run, held_out_scores, table, to_toml
 from nanorchestra.report.watch import Watch, peak_memory_mb
-from nanorchestra.schemas import Json, check
+from nanorchestra.schemas import Json
 from nanorchestra.settings import is_dry_run
 from nanorchestra.training.build import device_and_dtype, fetch_policy
 from nanorchestra.training.checkpoint import Checkpoints
@@ -310,10 +310,9 @@ class TrainingRun:
     # Checkpoints.
 
     def restore_or_begin(self, trainer: Trainer, engine: Engine) -> None:
-        """Begins the run with these parts, or continues it at its newest whole checkpoint.
+        """Begins the run with these parts, or continues it at its newest checkpoint.
 
-        The number of ranks may differ from that of the run so far. UserError if no checkpoint is
-        whole.
+        The number of ranks may differ from that of the run so far.
         """
         self.trainer, self.engine = trainer, engine
         if self.resumed:
@@ -386,21 +385,7 @@ class TrainingRun:
         self.checkpoints.save(name, self.trainer.tensors(), notes)
 
     def _prepare_for(self, notes) -> dict[str, Tensor]:
-        """Takes what a checkpoint holds besides tensors; returns the tensors of its phase.
-
-        UserError for notes that another version of the code has written.
-        """
-        where = f"{self.checkpoints.folder}: the notes of a checkpoint"
-        check(notes, "notes", where)
-        finite = math.isfinite(notes["progress"]["seconds"])
-        require(finite, f"{where}: progress.seconds: expected a finite number")
-        try:
-            self.progress = Progress(**notes["progress"])
-            self.engine.weight_version = notes["weight_version"] - 1  # the next publishing adds 1
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(
-                f"{self.checkpoints.folder}: the notes of a checkpoint are not those of this "
-                f"version ({reason}); resume with the version that wrote them"
-            ) from None
+        """Takes what a checkpoint holds besides tensors; returns the tensors of its phase."""
+        self.progress = Progress(**notes["progress"])
+        self.engine.weight_version = notes["weight_version"] - 1  # the next publishing adds 1
         return self._prepare_trainer()

@@ -1,43 +1,20 @@
 """Turns attempts into rows of JSON and back, and replays them."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 from nanorchestra.engine.stream import TurnStream
-from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Bounds, Preference, Task, ToolCall, ToolResult, Trajectory, Turn
-from nanorchestra.schemas import MOST_DEPTH, Json, check, levels
+from nanorchestra.schemas import Json
 
 
 def to_row(task: Task, trajectory: Trajectory) -> Json:
     """Returns the task and the trajectory as one JSON object, which shares the lists of ids."""
     turns = list(map(dataclasses.asdict, trajectory.turns))
     return vars(trajectory) | {"turns": turns, "task": dataclasses.asdict(task)}
-
-
-def check_row(row: Any, where: str) -> None:
-    """UserError, which begins with `where`, unless `row` is what `to_row` makes of an attempt."""
-    for depth, level in enumerate(levels(row), 1):
-        require(depth <= MOST_DEPTH, f"{where}: nested deeper than {MOST_DEPTH} levels")
-        finite = all(math.isfinite(value) for value in level if isinstance(value, float))
-        require(finite, f"{where}: has a number that is not finite")
-    check(row, "attempt", where)
-    ids = row["ids"]  # too long for a schema, which takes microseconds for each
-    known = all(type(number) is int and number >= 0 for number in ids)
-    require(known, f"{where}: ids: expected integers from 0")
-    for name in ("sampled", "logprobs", "weight_versions"):
-        same = len(row.get(name, ())) == len(ids)
-        require(same, f"{where}: {name}: expected one for each of the {len(ids)} ids")
-    for turn in row["turns"]:
-        inside = turn.get("context", 0) <= turn["start"] <= turn["end"] <= len(ids)
-        require(inside, f"{where}: a turn is not within the {len(ids)} ids")
-        # A judge, a user or an engine that failed is the one result of a turn without calls.
-        fitting = (0, len(turn["calls"]) or 1)
-        require(len(turn["results"]) in fitting, f"{where}: a turn has other results than calls")
 
 
 def from_row(row: Json) -> tuple[Task, Trajectory]:

@@ -29,7 +29,7 @@ from nanorchestra.serving.agents import (
     load_agent,
 )
 from nanorchestra.training.samples import as_group, gave_answer, rewritten_share
-from nanorchestra.training.trajectories import check_row, contexts, to_row
+from nanorchestra.training.trajectories import contexts, from_row, to_row
 from worlds.agent_tasks import AgentTasks
 from worlds.miniature.world import Miniature
 
@@ -68,7 +68,7 @@ def ask(attempt, messages, **settings):
 def one(ours, world, function, timeout_s=60.0):
     """The trajectory of one attempt that a function plays."""
     (t,) = agent(ours, function, timeout_s).run(environments(world, 1), [7])
-    check_row(json.loads(json.dumps(to_row(world.task("train", 0), t))), "row")
+    assert from_row(json.loads(json.dumps(to_row(world.task("train", 0), t))))[1] == t
     return t
 
 

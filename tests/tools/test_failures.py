@@ -40,7 +40,7 @@ from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.advantages import Advantage, group_advantages
 from nanorchestra.training.objectives import objective_of
-from nanorchestra.training.trajectories import check_row, from_row, replay, to_row
+from nanorchestra.training.trajectories import from_row, replay, to_row
 from reward import group_rewards
 from tools import LookupTool, PythonTool, load_tools
 from worlds.routers import OfferedExpert, ask_until_two_agree
@@ -402,7 +402,6 @@ def test_a_judge_that_fails_is_never_the_policys_fault_and_the_attempt_can_be_re
     (t,), _ = play(nano_tokenizer, [call(), ANSWER], envs=[env])
     assert t.status == "infrastructure" and str(error) in t.failure and t.outcome == 0.0
     row = json.loads(json.dumps(to_row(env.task, t)))
-    check_row(row, "row")
     assert from_row(row)[1] == t
     shown = io.StringIO()
     replay(t, nano_tokenizer, Console(shown).on_event)
