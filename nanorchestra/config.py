@@ -27,7 +27,6 @@ class RunSection:
     name: str = setting("nano", "name of the run's directory")
     root: str = setting("runs", "directory of all runs")
     seed: int = setting(0, "seed of everything that is drawn at random")
-    device: Literal["auto", "cpu"] = setting("auto", "auto: a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
         "of computing; weights in training stay float32. auto: bfloat16 on a GPU, float32 on a CPU",

@@ -21,6 +21,7 @@ from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.model.weights import load_model, named_hf_tensors
 from nanorchestra.records import Price
+from nanorchestra.settings import is_dry_run
 from nanorchestra.training.distributed import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
@@ -29,8 +30,11 @@ DOWNLOAD_S = 24 * 3600.0  # that ranks wait for the download of another one
 
 
 def device_and_dtype(config: Config) -> tuple[str, torch.dtype]:
-    """Returns the device of training on this machine, and the dtype of computing on it."""
-    cuda = config.run.device == "auto" and torch.cuda.is_available()
+    """Returns the device of training on this machine, and the dtype of computing on it.
+
+    It is a GPU where there is one; a dry run is on CPUs.
+    """
+    cuda = torch.cuda.is_available() and not is_dry_run(config)
     dtype = config.run.dtype
     if dtype == "auto":
         dtype = "bfloat16" if cuda else "float32"
