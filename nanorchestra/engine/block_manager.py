@@ -124,28 +124,6 @@ class BlockManager:
         sequence.num_computed = 0
         sequence.num_indexed = 0
 
-    def discard(self, sequence: Sequence) -> list[int]:
-        """Releases pages whose KV cannot be trusted; returns those that no sequence holds any more.
-
-        These leave the index, with the idle pages that continue them.
-        """
-        pages = list(sequence.block_table)
-        self.release(sequence)
-        discarded = [page for page in pages if not self._references[page]]
-        lost = {self._uids[page] for page in discarded if self._uids[page]}
-        while lost:  # pages that continue a lost one cannot be reached any more
-            orphans = [
-                page for page in self._idle if self._keys[page][0] in lost and page not in discarded
-            ]
-            lost = {self._uids[page] for page in orphans}
-            discarded += orphans
-        for page in discarded:
-            if page in self._idle:
-                del self._idle[page]
-                self._unindex(page)
-                self._free.append(page)
-        return discarded
-
     def _hold(self, page):
         self._idle.pop(page, None)
         self._references[page] += 1

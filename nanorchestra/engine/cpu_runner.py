@@ -73,37 +73,29 @@ class CpuRunner:
     def read(self, launched: Tensor, requests: list[Request]) -> list[Result]:
         """Draws a token for each of the requests, those that the batch samples.
 
-        If that fails, each row is drawn alone, which changes no token: the noise is a function of
-        the row. Its guide then makes its mask again.
+        One whose guide raises has that error in its place.
         """
         if not requests:
             return []
-        try:
-            return draw_tokens(
-                launched,
-                self.vocab_size,
-                [request.params for request in requests],
-                [len(request.ids) for request in requests],
-                [request.allowed_ids() for request in requests],
-            )
-        except Exception as error:
-            if len(requests) == 1:
-                return [error]
-        results = []
-        for row, request in enumerate(requests):
-            results += self.read(launched[row : row + 1], [request])
-        return results
+        errors, masks = {}, []
+        for request in requests:
+            mask = None
+            try:
+                mask = request.allowed_ids(self.vocab_size)
+            except Exception as error:
+                errors[request] = error
+            masks.append(mask)
+        draws = draw_tokens(
+            launched,
+            self.vocab_size,
+            [request.params for request in requests],
+            [len(request.ids) for request in requests],
+            masks,
+        )
+        return [errors.get(*pair) for pair in zip(requests, draws, strict=True)]
 
     def wait(self) -> None:
         """Nothing: a step has been computed when `launch` returns."""
-
-    def clear_pages(self, pages: list[int] | None = None) -> None:
-        """Zeroes pages, by default all.
-
-        The C multiplies values behind a sequence's last key by 0, and 0 * NaN is NaN.
-        """
-        for page in range(self.kv_cache.shape[2]) if pages is None else pages:
-            self.kv_cache[:, :, page] = 0
 
 
 def all_chunks(batch: Batch) -> list[Chunk]:

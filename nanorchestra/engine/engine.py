@@ -180,11 +180,11 @@ class Engine:
         the newest ids go from one step to the next on the device. With `runner.overlaps` False, as
         on a CPU, steps follow one another; the tokens are the same.
 
-        An exception while a request is admitted, drawn, guided, decoded or told of its token ends
-        that request alone: it finishes with reason "error", and `Request.error` is the exception.
-        So does a request whose logits are not finite; the pages that it alone holds are cleared. If
-        the step itself fails or is interrupted, all its requests are aborted, the cache is emptied,
-        and the error is raised. A callback must not call `step`.
+        An exception while a request is admitted, guided, decoded or told of its token ends that
+        request alone: it finishes with reason "error", and `Request.error` is the exception. If the
+        step itself fails or is interrupted, all its requests are aborted, the cache is emptied, and
+        the error is raised. So it is by NotFiniteError if logits are not finite, which is then the
+        error of all requests that the step samples. A callback must not call `step`.
         """
         failed, step = [], None
         try:
@@ -195,6 +195,7 @@ class Engine:
                 self._launch_ahead(step)
                 sampled = step.batch.sampled
                 results = self.runner.read(step.launched, sampled)
+                self._check_finite(sampled, results)
                 self._commit(step.batch)
                 accepted = self._accept_all(sampled, results)
                 # The guides have their tokens, so the next step can be drawn. Callbacks come last:
@@ -268,7 +269,18 @@ class Engine:
         self.reset_prefix_cache()
         with suppress(Exception):  # the error that is about to be raised says more
             self.runner.wait()
-            self.runner.clear_pages()
+            # The C multiplies values behind a sequence's last key by 0, and 0 * NaN is NaN.
+            self.runner.kv_cache.zero_()
+
+    def _check_finite(self, sampled: list[Request], results: list[Result]):
+        """Fails the requests and raises NotFiniteError unless all logits are finite."""
+        draws = [result for result in results if isinstance(result, Draw)]
+        if all(math.isfinite(draw.logprob) for draw in draws):
+            return
+        error = NotFiniteError()
+        for request in sampled:
+            self.fail(request, error)
+        raise error
 
     def _commit(self, batch: Batch):
         """Records that a step has been computed."""
@@ -291,10 +303,6 @@ class Engine:
         """Appends a token to its request, and finishes the request where it ends. False: failed."""
         if isinstance(result, Exception):
             self.fail(request, result)
-            return False
-        if not math.isfinite(result.logprob):
-            self.runner.clear_pages(self.scheduler.discard(request))
-            request.finish("error", self.tokenizer, NotFiniteError())
             return False
         try:
             reason = request.accept(

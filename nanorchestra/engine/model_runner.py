@@ -296,15 +296,6 @@ class ModelRunner:
         if self._stream is not None:
             self._stream.synchronize()
 
-    @torch.inference_mode()
-    def clear_pages(self, pages: list[int] | None = None) -> None:
-        """Zeroes pages, by default all: KV that is not finite must not outlive its request."""
-        if pages is None:
-            self.kv_cache.zero_()
-            return
-        for page in pages:
-            self.kv_cache[:, :, page].zero_()
-
     # The computation, which graphs capture.
 
     @torch.inference_mode()
@@ -365,17 +356,12 @@ class ModelRunner:
         redrawn, bits = [], []
         for request in requests:
             try:
-                allowed = request.allowed_ids()
-                if allowed is not None:
-                    require(
-                        len(allowed) >= self.vocab_size,
-                        f"guide: a mask of {len(allowed)} ids; expected {self.vocab_size}",
-                    )
+                allowed = request.allowed_ids(self.vocab_size)
             except Exception as error:
                 launched.errors[request] = error
                 continue
             if allowed is not None:
-                bits.append(np.packbits(allowed[: self.vocab_size], bitorder="little"))
+                bits.append(np.packbits(allowed, bitorder="little"))
                 redrawn.append(request)
             elif request.params.top_logprobs:
                 bits.append(np.full(self._masks.allowed_bits.shape[1], 255, np.uint8))

@@ -2,18 +2,21 @@
 
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from nanorchestra.engine.sampler import Result
 from nanorchestra.engine.scheduler import Batch, MixedPrefill
 from nanorchestra.engine.sequence import Request
 
 
 class Runner(Protocol):
-    """Owns the KV pages, and computes and draws a batch in three calls.
+    """Owns the KV pages, `kv_cache`, and computes and draws a batch in three calls.
 
     overlaps: whether the engine may launch a step before it reads the one before. mixed_prefill:
     the bound of prefill in steps that also decode, if there is one.
     """
 
+    kv_cache: Tensor
     overlaps: bool
     mixed_prefill: MixedPrefill | None
 
@@ -35,6 +38,3 @@ class Runner(Protocol):
 
     def wait(self) -> None:
         """Returns when everything that was launched has been computed."""
-
-    def clear_pages(self, pages: list[int] | None = None) -> None:
-        """Zeroes pages, by default all."""

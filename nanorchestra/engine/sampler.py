@@ -56,7 +56,7 @@ def draw_tokens(
     # Mask.
     for row, mask in enumerate(allowed):
         if mask is not None:
-            z[row].masked_fill_(torch.from_numpy(~mask[:vocab_size]), -torch.inf)
+            z[row].masked_fill_(torch.from_numpy(~mask), -torch.inf)
 
     # Softmax, but for its division, of the ids that top-k and top-p keep.
     z -= z.amax(1, keepdim=True)

@@ -160,12 +160,6 @@ class Scheduler:
         """Takes out a request that stopped, was aborted, or failed. A session keeps its pages."""
         self._release(request, keep_pages=request.sequence.is_session)
 
-    def discard(self, request: Request) -> list[int]:
-        """Takes out a request whose KV cannot be trusted; returns the pages to be cleared."""
-        pages = self.blocks.discard(request.sequence)
-        self._release(request, keep_pages=False)
-        return pages
-
     def close(self, sequence: Sequence) -> None:
         """Ends a session: its pages become idle."""
         self.parked.discard(sequence)

@@ -210,9 +210,18 @@ class Request:
         """True once there is a completion."""
         return self.completion is not None
 
-    def allowed_ids(self) -> np.ndarray | None:
-        """Returns the ids that the guide lets follow, bool [vocab_size], or None for all."""
-        return None if self.guide is None else self.guide.allowed()
+    def allowed_ids(self, vocab_size: int) -> np.ndarray | None:
+        """Returns the ids that the guide lets follow, bool [vocab_size], or None for all.
+
+        Raises UserError if its mask has fewer ids, or lets none follow.
+        """
+        allowed = None if self.guide is None else self.guide.allowed()
+        if allowed is None:
+            return None
+        have = len(allowed)
+        require(have >= vocab_size, f"guide: a mask of {have} ids; expected {vocab_size}")
+        require(allowed[:vocab_size].any(), "guide: no id may follow")
+        return allowed[:vocab_size]
 
     def accept(
         self,

@@ -167,7 +167,7 @@ def watched_launch(batch, after=None):
 
 
 def watched_draw(launched, requests):
-    special = any(r.params.top_logprobs or r.allowed_ids() is not None for r in requests)
+    special = any(r.params.top_logprobs or r.allowed_ids(997) is not None for r in requests)
     with Watch():
         draw(launched, requests)
     kind = f"{launched.kind}, special rows" if special else launched.kind

@@ -64,17 +64,3 @@ def test_pages_of_older_weights_never_match_and_pages_are_handed_out_as_at_first
     assert matched(blocks, ids) == 0
     first = filled(BlockManager(8, page_size=2), ids)
     assert filled(blocks, ids).block_table == first.block_table
-
-
-def test_discarded_pages_match_nothing_more_and_neither_does_what_continues_them():
-    """A sequence beside the bad one holds its first pages. Its last has an idle continuation."""
-    blocks = BlockManager(8, page_size=2)
-    beside = filled(blocks, [1, 2, 3, 4, 9, 9])
-    bad = filled(blocks, [1, 2, 3, 4, 5, 6])
-    blocks.release(filled(blocks, [1, 2, 3, 4, 5, 6, 7, 8]))  # idle from here on
-    check_blocks(blocks, [beside, bad])
-    own, continued = bad.block_table[2], 4
-    assert sorted(blocks.discard(bad)) == sorted([own, continued])
-    check_blocks(blocks, [beside])
-    assert matched(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 0]) == 4
-    assert matched(blocks, [1, 2, 3, 4, 9, 9, 0]) == 6

@@ -297,7 +297,7 @@ def test_what_the_kernels_cannot_serve_is_refused_when_the_engine_is_made(engine
         engine(own=Qwen3(ModelConfig(64, 48, 48, 1, 2, 1, head_dim=24)))
 
 
-def test_nan_in_the_weights_is_an_error_of_the_request_and_its_pages_are_cleared(engine):
+def test_nan_in_the_weights_is_an_error_and_pages_are_cleared(engine):
     serving = engine()
     weight = serving.model.embed_tokens.weight[7]  # tied: one logit is NaN
     good = weight.detach().clone()
