@@ -23,7 +23,7 @@ from kernels.paged_decode import DecodeWork, decode_scratch, rows_per_item, spli
 from kernels.paged_prefill import prefill_items
 from kernels.sample import sample, truncation_floor
 from nanorchestra.engine.sampler import Draw, Result
-from nanorchestra.engine.scheduler import Batch, MixedPrefill
+from nanorchestra.engine.scheduler import Batch
 from nanorchestra.engine.score import output_logits
 from nanorchestra.engine.sequence import (
     GREEDY_BELOW,
@@ -43,9 +43,6 @@ from nanorchestra.errors import require
 from nanorchestra.model.attention import DecodeInputs, PagedAttention, PrefillInputs
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
-# Tokens of prefill beside decodes. 150 to 250 rows take the time of one, which is that of reading
-# the weights. With 384 no request waits longer than three median steps (test_scheduler.py).
-MIXED_PREFILL_TOKENS = 384
 DRAWN_AGAIN = 32  # rows at a time: each takes several copies of its logits, 0.6 MB each
 
 
@@ -127,6 +124,9 @@ class ModelRunner:
     """
 
     overlaps = True
+    # Tokens of prefill beside decodes. 150 to 250 rows take the time of one, which is that of
+    # reading the weights.
+    mixed_prefill = 384
 
     def __init__(
         self,
@@ -147,12 +147,6 @@ class ModelRunner:
         self.device = weight.device
         self.vocab_size = vocab_size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-
-        # At position p a token costs 2 FLOPs for each element of the matrices of a layer, and 4 p
-        # for each element of q: as much again at p = matrices / (2 q).
-        q, kv = heads * config.head_dim, kv_heads * config.head_dim
-        matrices = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
-        self.mixed_prefill = MixedPrefill(MIXED_PREFILL_TOKENS, matrices / (2 * q))
 
         # Memory on the device, which keeps its address from here on; so do the model's weights and
         # its rotary frequencies, which a graph reads too.

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from nanorchestra.engine.sampler import Result
-from nanorchestra.engine.scheduler import Batch, MixedPrefill
+from nanorchestra.engine.scheduler import Batch
 from nanorchestra.engine.sequence import Request
 
 
@@ -13,12 +13,12 @@ class Runner(Protocol):
     """Owns the KV pages, `kv_cache`, and computes and draws a batch in three calls.
 
     overlaps: whether the engine may launch a step before it reads the one before. mixed_prefill:
-    the bound of prefill in steps that also decode, if there is one.
+    tokens of prefill at most in steps that also decode, if they are bounded.
     """
 
     kv_cache: Tensor
     overlaps: bool
-    mixed_prefill: MixedPrefill | None
+    mixed_prefill: int | None
 
     def launch(self, batch: Batch, after: Any = None) -> Any:
         """Starts a step; returns what the other calls need.

@@ -10,7 +10,6 @@ write its next full page, then takes the indexed pages and computes what is left
 """
 
 import bisect
-import math
 from dataclasses import dataclass, field
 
 from nanorchestra.engine.block_manager import BlockManager, Key
@@ -59,22 +58,6 @@ class Batch:
         return sum(chunk.count for chunk in self.prefills)
 
 
-@dataclass(frozen=True)
-class MixedPrefill:
-    """Bounds the prefill of a step that also decodes, so that no running request waits for long.
-
-    tokens: at the beginning of a context. doubling_context: the position at which a token costs
-    twice as much, since it attends to more.
-    """
-
-    tokens: int
-    doubling_context: float
-
-    def price(self, start: int) -> float:
-        """Returns the cost of a token at position `start`, in tokens at the beginning."""
-        return 1 + start / self.doubling_context
-
-
 @dataclass
 class _Admission:
     """What the admissions of one step share."""
@@ -90,6 +73,9 @@ class Scheduler:
     Invariant (tests/invariants.py): `running` is in order of age, which is the sequence's;
     `waiting` is in order of admission. `parked` has the sequence of each session between turns. A
     waiting request holds no pages but those of a parked session.
+
+    mixed_prefill: tokens of prefill at most in a step that also decodes, so that no running request
+    waits for long. None: max_batch_tokens alone bounds them.
     """
 
     def __init__(
@@ -97,7 +83,7 @@ class Scheduler:
         blocks: BlockManager,
         max_batch_tokens: int,
         max_running: int,
-        mixed_prefill: MixedPrefill | None = None,
+        mixed_prefill: int | None = None,
     ):
         self.blocks = blocks
         self.max_batch_tokens = max_batch_tokens
@@ -122,7 +108,7 @@ class Scheduler:
         self._schedule_decodes(batch)
         budget = self.max_batch_tokens - len(batch.decodes)
         if batch.decodes and self.mixed_prefill:
-            budget = min(budget, self.mixed_prefill.tokens)
+            budget = min(budget, self.mixed_prefill)
         for request in self.running:
             if request.remaining > 1 and budget > 0:
                 budget -= self._add_chunk(batch, request, budget)
@@ -213,19 +199,12 @@ class Scheduler:
         return True
 
     def _add_chunk(self, batch, request, budget) -> int:
-        """Adds the next chunk of a prefill, and returns what it takes of the budget.
-
-        All tokens of a chunk have the price of its first.
-        """
+        """Adds the next chunk of a prefill, and returns how many tokens it has."""
         start = request.sequence.num_computed
-        price = 1.0
-        if batch.decodes and self.mixed_prefill:
-            price = self.mixed_prefill.price(start)
-        affordable = max(1, int(budget / price))
-        count = min(request.remaining, affordable)
+        count = min(request.remaining, budget)
         is_last = (start + count) == len(request.ids)
         batch.prefills.append(Chunk(request, start, start + count, is_last))
-        return math.ceil(count * price)
+        return count
 
     # Admission.
 

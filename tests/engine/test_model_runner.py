@@ -29,7 +29,6 @@ from nanorchestra.errors import UserError
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.weights import copy_weights, named_hf_tensors
-from nanorchestra.training.costs import Costs
 
 SHAPE = ModelConfig(320, 32, 48, 1, 4, 2, head_dim=16, tie_word_embeddings=True)
 UNTIED = ModelConfig(320, 128, 128, 1, 4, 2, head_dim=32)  # can be quantised
@@ -234,12 +233,6 @@ def test_free_memory_is_asked_when_the_cache_is_empty(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.__setitem__(0, 3))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(left))
     assert model_runner.free_memory(torch.device("cuda")) == 3
-
-
-def test_chunks_are_bounded_by_the_costs_of_the_model(engine):
-    costs, bound = Costs.of(SHAPE), engine().scheduler.mixed_prefill
-    assert bound.tokens == model_runner.MIXED_PREFILL_TOKENS
-    assert bound.doubling_context == costs.token_flops / costs.pair_flops
 
 
 @pytest.mark.parametrize("rows", [3, 70])
