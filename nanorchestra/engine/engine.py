@@ -3,6 +3,20 @@
 `Engine.generate` samples a batch. `submit` and `step` are the loop beneath it, for streaming.
 `session` keeps a conversation's KV across tool calls, `score` gives log-probabilities, and
 `update_weights` takes new weights in place. Not thread-safe: one thread owns an engine.
+
+A runner, `CpuRunner` or on a GPU `ModelRunner`, owns the KV pages (`kv_cache`) and computes a batch
+in three calls:
+
+    launch(batch, after)      starts a step and returns what the other calls need. after: the
+                              launched step before, if its draws are not read yet; they are the
+                              newest ids of the batch's requests
+    draw(launched, requests)  finishes the draws of a step for these requests, after the tokens of
+                              the step before are accepted and before the next launch
+    read(launched, requests)  returns the draws of these requests once they are there
+
+`wait` returns when everything that was launched has been computed. `overlaps` says whether the
+engine may launch a step before it reads the one before, `mixed_prefill` how many tokens of prefill
+a step that also decodes has at most, if they are bounded.
 """
 
 import itertools
@@ -18,7 +32,6 @@ from torch import Tensor
 from nanorchestra.engine.block_manager import BlockManager
 from nanorchestra.engine.cpu_runner import CpuRunner
 from nanorchestra.engine.model_runner import ModelRunner, bytes_beside_pages, free_memory
-from nanorchestra.engine.runner import Runner
 from nanorchestra.engine.sampler import Draw, Result
 from nanorchestra.engine.scheduler import Batch, Scheduler
 from nanorchestra.engine.score import score
@@ -105,7 +118,7 @@ class Engine:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
             self.eos_ids = frozenset(tokenizer.eos_ids)
         self.weight_version = 0
-        self.runner: Runner
+        self.runner: CpuRunner | ModelRunner
         if on_gpu:
             self.runner = ModelRunner(
                 model,

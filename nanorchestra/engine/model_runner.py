@@ -114,7 +114,7 @@ def bytes_beside_pages(
 class ModelRunner:
     """Owns the KV pages: kv_cache [2, layers, num_pages, Hkv, page_size, D], keys then values.
 
-    A `Runner` (runner.py). A step k is `launch(k)`, `draw(k)`, `read(k)`, on the current stream.
+    A step k is `launch(k)`, `draw(k)`, `read(k)`, on the current stream.
     Device memory (inputs, logits, draws) is that of the last launch, so `draw(k)` comes before
     `launch(k + 1)`; `read(k)` may come after it. Host memory of draws and masks is written again by
     `draw(k + 1)`, so `read(k)` comes before that.
@@ -235,7 +235,7 @@ class ModelRunner:
     # A step.
 
     def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
-        """Starts a step, and does not wait for it (`Runner.launch`)."""
+        """Starts a step, and does not wait for it (engine.py)."""
         with self._on_device():
             if self.device.type == "cuda":
                 self._stream = torch.cuda.current_stream()
