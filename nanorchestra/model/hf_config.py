@@ -238,16 +238,12 @@ def _rope_scaling(rope, values, source) -> RopeScaling | None:
 
     _expect(values["rope_theta"] > 1, source, "rope_theta", values["rope_theta"], "more than 1")
     factor = number("factor", values["max_position_embeddings"] / length)
-    attention_factor = yarn_attention_factor(factor)
-    if rope.get("mscale") and rope.get("mscale_all_dim"):  # DeepSeek's two parts of it
-        attention_factor = yarn_attention_factor(factor, number("mscale"))
-        attention_factor /= yarn_attention_factor(factor, number("mscale_all_dim"))
     truncate = rope.get("truncate", True)
     _expect(isinstance(truncate, bool), source, "rope_scaling.truncate", truncate, "true or false")
     return YarnScaling(
         factor,
         length,
-        number("attention_factor", attention_factor),
+        number("attention_factor", yarn_attention_factor(factor)),
         number("beta_fast", 32.0),
         number("beta_slow", 1.0),
         truncate,

@@ -88,13 +88,9 @@ class YarnScaling:
 RopeScaling = Llama3Scaling | YarnScaling
 
 
-def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """Returns YaRN's factor of cosines and sines: 0.1 mscale ln(factor) + 1.
-
-    Equation 22 of the paper is that of mscale 1. Configurations of DeepSeek's models state another
-    mscale.
-    """
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+def yarn_attention_factor(factor: float) -> float:
+    """Returns YaRN's factor of cosines and sines: 0.1 ln(factor) + 1 (equation 22 of the paper)."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @cache
