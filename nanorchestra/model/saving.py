@@ -5,16 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from nanorchestra.files import replace_directory, sha256, write_sums
+from nanorchestra.files import replace_directory
 from nanorchestra.model.hf_config import GENERATION, config_to_hf
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.tensor_files import write_tensors
-from nanorchestra.model.tokenizer import COMPANIONS, Tokenizer
+from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.model.weights import INDEX, SINGLE, named_hf_tensors
 
-SETTINGS = (GENERATION, *COMPANIONS)  # that users edit
 SHARD_BYTES = 5_000_000_000  # the most in one file
 
 
@@ -28,8 +27,7 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint directory in `dtype`, the model's own by default; it replaces `path`.
 
-    SHA256SUMS in it has the digests of all files but SETTINGS, and `load_model` checks them. Host
-    memory holds one shard at a time. All ranks of a sharded model call this, one of them with
+    Host memory holds one shard at a time. All ranks of a sharded model call this, one of them with
     `write`. Raises UserError if `path` cannot be written or the model is quantised.
     """
     dtype = dtype or model.embed_tokens.weight.dtype
@@ -44,31 +42,25 @@ def save_checkpoint(
         _write_json(directory / "config.json", config_to_hf(model.config) | {"dtype": dtype_name})
         if eos:
             _write_json(directory / GENERATION, {"eos_token_id": eos})
-        digests = _write_shards(directory, tensors)
+        _write_shards(directory, tensors)
         if tokenizer is not None:
             tokenizer.save(directory)
-        for file in directory.iterdir():
-            if file.name not in (*digests, *SETTINGS):
-                digests[file.name] = sha256(file)
-        write_sums(directory, digests)
 
 
-def _write_shards(directory, tensors) -> dict[str, str]:
-    """Writes one file, or numbered shards and their index; returns the SHA-256 of each shard."""
+def _write_shards(directory, tensors) -> None:
+    """Writes one file, or numbered shards and their index."""
     weight_map = {}
-    digests = {}
     total = 0
     for number, shard in enumerate(_shards(tensors), 1):
         file = f"model-{number:05d}.safetensors"
-        digests[file] = write_tensors(directory / file, shard)
+        save_file(shard, directory / file, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
         total += sum(tensor.nbytes for tensor in shard.values())
     if number == 1:
         (directory / file).rename(directory / SINGLE)
-        return {SINGLE: digests[file]}
+        return
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     _write_json(directory / INDEX, index)
-    return digests
 
 
 def _shards(tensors) -> Iterator[dict[str, Tensor]]:

@@ -15,8 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanorchestra.errors import UserError
-from nanorchestra.files import open_regular
-from nanorchestra.model.gguf_file import GgufTensor
 from nanorchestra.model.gguf_model import GgufModel
 
 DTYPES = {
@@ -67,8 +65,6 @@ def open_tensors(path: Path) -> Any:
 
     Its header and its size agree. Raises UserError, which names the file.
     """
-    with open_regular(path):  # safe_open would wait for the writer of a pipe
-        pass
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -83,10 +79,6 @@ class GgufTensors:
 
     def __init__(self, model: GgufModel) -> None:
         self._model = model
-
-    def get_slice(self, name: str) -> GgufTensor:
-        """Returns what knows a tensor's shape and dtype."""
-        return self._model.tensors[name]
 
     def get_tensor(self, name: str) -> Tensor:
         """Returns a tensor, widened to fp32."""

@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from nanorchestra.errors import UserError
-from nanorchestra.files import SUMS
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.awq import decompressed
 from nanorchestra.model.quantise import QuantisedLinear, linears
@@ -25,7 +24,6 @@ def directory(tmp_path):
     model = Qwen3(CONFIG)
     model.init_weights(0)
     save_checkpoint(model, None, tmp_path / "model")
-    (tmp_path / "model" / SUMS).unlink()  # another program writes the files anew
     return tmp_path / "model"
 
 
@@ -140,9 +138,7 @@ def test_logits_of_an_awq_checkpoint_are_those_of_transformers_with_its_weights(
         ({"bits": 3}, "quantization_config.bits = 3: expected 4"),
         ({"bits": None}, "quantization_config.bits = None: expected 4"),
         ({"zero_point": False}, "quantization_config.zero_point = False: expected true"),
-        ({"group_size": 0}, "quantization_config.group_size = 0: expected"),
         ({"group_size": 64}, "the parts do not fit (groups of 64 rows"),
-        ({"group_size": "32"}, "quantization_config.group_size = '32': expected"),
         ({"version": "GEMM", "format": "gemm"}, None),
     ],
 )

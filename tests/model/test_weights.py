@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from nanorchestra.errors import UserError
-from nanorchestra.files import SUMS
 from nanorchestra.model import saving
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.saving import save_checkpoint
@@ -67,7 +65,6 @@ def test_a_tied_checkpoint_with_a_copy_of_the_embeddings_and_a_bare_backbone_loa
     tensors = load_file(tmp_path / SINGLE)
     copied = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(copied, tmp_path / SINGLE)
-    (tmp_path / SUMS).unlink()
     assert same(load_model(tmp_path)[0], model)
     bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     save_file(bare, tmp_path / SINGLE)  # as Qwen3-Embedding's
@@ -86,10 +83,10 @@ DAMAGES = {
     "model.layers.1.input_layernorm.weight has shape [24]; expected no tensor": lambda path: (
         edit_json(path / "config.json", num_hidden_layers=1)
     ),
-    "config.json: num_hidden_layers = 3: the weights have 2 layers": lambda path: edit_json(
+    "model.layers.2.input_layernorm.weight of shape [24] is missing": lambda path: edit_json(
         path / "config.json", num_hidden_layers=3
     ),
-    "model.safetensors: cannot be read": lambda path: [
+    "model.safetensors: not a whole safetensors file": lambda path: [
         file.unlink() for file in path.glob("model*")
     ],
     "model-00002.safetensors: not a whole safetensors file": lambda path: (
@@ -104,7 +101,6 @@ def whole(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "SHARD_BYTES", 8000)
         save_checkpoint(a_model(), None, path)
-    (path / SUMS).unlink()  # as one that others have made
     return path
 
 
@@ -144,27 +140,5 @@ def test_a_save_replaces_the_old_checkpoint_as_a_whole(tmp_path, monkeypatch):
     save_checkpoint(a_model(1), None, path)
     assert same(load_model(path)[0], a_model(1))
     names = sorted(entry.name for entry in path.iterdir())
-    assert names == [SUMS, "config.json", "generation_config.json", SINGLE]
+    assert names == ["config.json", "generation_config.json", SINGLE]
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_byte_that_changed_since_the_save_is_refused_by_the_name_of_its_file(tmp_path):
-    save_checkpoint(a_model(), None, tmp_path / "model")
-    names = ("config.json", SINGLE, SUMS)
-    for name in names:
-        for place in (0, 0.3, 0.99):
-            path = tmp_path / f"{name}-{place}"
-            shutil.copytree(tmp_path / "model", path)
-            data = bytearray((path / name).read_bytes())
-            data[int(place * len(data))] ^= 1
-            (path / name).write_bytes(data)
-            with pytest.raises(UserError) as refusal:
-                load_model(path)
-            message = str(refusal.value)
-            assert message.startswith(str(path)) and name in message and "\n" not in message
-    edit_json(tmp_path / "model" / "generation_config.json", eos_token_id=3)  # a setting
-    assert load_model(tmp_path / "model")[0].config.eos_token_ids == (3,)
-    (path / SUMS).unlink()
-    assert same(load_model(path)[0], a_model())  # only the digests had changed
-    check = ["sha256sum", "--check", "--quiet", SUMS]
-    assert subprocess.run(check, cwd=tmp_path / "model").returncode == 0
