@@ -2,14 +2,12 @@
 
 A file is a header of keys and values, a table of tensors, and the tensors' bytes in blocks: some
 numbers in few bits with their scales (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
-The package `gguf` knows the blocks. The header is parsed here: each count and length in it is
-compared with the bytes that are left before anything is made of it, and 300,000 tokens and merges
-take a tenth of a second. `gguf_model.py` says what the metadata and the tensors mean.
+The package `gguf` knows the blocks. The header is parsed here: 300,000 tokens and merges take a
+tenth of a second. `gguf_model.py` says what the metadata and the tensors mean.
 """
 
 import math
 import mmap
-import os
 import re
 import reprlib
 import struct
@@ -20,7 +18,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import open_regular
 
 VERSIONS = 2, 3
 # The types that the package widens to float32
@@ -43,12 +40,9 @@ _NUMBERS = {
     11: "q",
     12: "d",
 }
-_STRING, _ARRAY = 8, 9
-_LARGEST_ARRAY = 1 << 22  # the largest vocabularies have 260 thousand tokens
-_MOST_DIMENSIONS = 4
+_STRING = 8  # 9: an array
 _CHUNK = 1 << 17  # numbers that are widened at a time: what stays in the cache, 3 times as fast
 _LENGTH = struct.Struct("<Q")
-_ENDS = "it ends inside its header; is the download complete?"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -62,14 +56,6 @@ class GgufTensor:
     begin: int
     size: int
 
-    def get_shape(self) -> tuple[int, ...]:
-        """Returns the shape, as a slice of a safetensors file does."""
-        return self.shape
-
-    def get_dtype(self) -> str:
-        """Returns the name of the type, as a slice of a safetensors file does."""
-        return self.type.name
-
     def widened(self) -> np.ndarray:
         """Returns the numbers, float32 of its shape; memory holds few others beside them."""
         from gguf.quants import dequantize
@@ -78,14 +64,12 @@ class GgufTensor:
         numbers = np.empty((math.prod(self.shape) // columns, columns), np.float32)
         row_bytes = self.size // len(numbers)
         rows = max(_CHUNK // columns, 1)
-        with open_regular(self.path) as file:
+        with open(self.path, "rb") as file:
             file.seek(self.begin)
             for chunk in np.split(numbers, range(rows, len(numbers), rows)):
                 data = file.read(len(chunk) * row_bytes)
-                require(len(data) == len(chunk) * row_bytes, f"{self.path}: became shorter")
                 blocks = np.frombuffer(data, np.uint8).reshape(len(chunk), row_bytes)
-                with np.errstate(all="ignore"):  # an infinite scale shows in the result
-                    chunk[:] = dequantize(blocks, self.type)
+                chunk[:] = dequantize(blocks, self.type)
         return numbers.reshape(self.shape)
 
 
@@ -93,7 +77,7 @@ class GgufFile:
     """An open GGUF file: `metadata` by key, and `tensors` by llama.cpp's name.
 
     A file that is split in parts is opened by the first of them. Raises UserError, which names the
-    file, for a file that is not whole or not of a kind that is read.
+    file, for a file that is cut short or not of a kind that is read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,10 +95,8 @@ class GgufFile:
             f"{path}: is the first of {count} parts; expected a name like x-00001-of-00003.gguf",
         )
         for part in others:
-            _, tensors = _parsed(part)
-            twice = self.tensors.keys() & tensors.keys()
-            require(not twice, f"{part}: {min(twice, default='')!r} is in another part too")
-            self.tensors |= tensors
+            require(part.exists(), f"{part}: cannot be read (No such file or directory)")
+            self.tensors |= _parsed(part)[1]
 
     def check(self, holds: object, key: str, expected: object) -> None:
         """Raises UserError, which names a key of the metadata, unless `holds`."""
@@ -135,7 +117,7 @@ def part_files(path: Path) -> list[Path]:
 
 
 class _Header:
-    """The bytes of a file from its begin, value after value. UserError where they end too soon."""
+    """The bytes of a file from its begin, value after value."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at = path, data, 0
@@ -144,42 +126,21 @@ class _Header:
         raise UserError(f"{self.path}: not a GGUF file that can be read: {reason}")
 
     def number(self, kind: str) -> Any:
-        try:
-            (value,) = struct.unpack_from("<" + kind, self.data, self.at)
-        except struct.error:
-            self.fail(_ENDS)
+        (value,) = struct.unpack_from("<" + kind, self.data, self.at)
         self.at += struct.calcsize(kind)
-        if kind == "f" and math.isfinite(value):
+        if kind == "f":
             return float(str(np.float32(value)))  # 1e-05, not 9.999999747378752e-06
         return value
-
-    def count(self, things: str, least: int) -> int:
-        """Returns a number of things, each of which takes `least` bytes or more."""
-        number = self.number("Q")
-        left = len(self.data) - self.at
-        if number * least > left:
-            self.fail(
-                f"it states {number:,} {things}, {left:,} bytes before its end; is the download "
-                "complete?"
-            )
-        return number
 
     def string(self) -> str:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
         data, at, texts = self.data, self.at, []
-        try:
-            for _ in range(count):
-                begin = at + 8
-                at = begin + _LENGTH.unpack_from(data, at)[0]
-                if at > len(data):
-                    self.fail(f"the text at byte {begin} is longer than the file")
-                texts.append(data[begin:at].decode())
-        except struct.error:
-            self.fail(_ENDS)
-        except UnicodeDecodeError:
-            self.fail(f"the text at byte {begin} is not UTF-8")
+        for _ in range(count):
+            begin = at + 8
+            at = begin + _LENGTH.unpack_from(data, at)[0]
+            texts.append(data[begin:at].decode())
         self.at = at
         return texts
 
@@ -188,32 +149,19 @@ class _Header:
             return self.number(_NUMBERS[kind])
         if kind == _STRING:
             return self.string()
-        if kind != _ARRAY:
-            self.fail(f"the value at byte {self.at} has type {kind}; expected 0 to 12")
-        kind = self.number("I")
+        kind, length = self.number("I"), self.number("Q")  # of an array
         if kind == _STRING:
-            return self.strings(self._array(8))
-        if kind not in _NUMBERS:
-            self.fail(f"the array at byte {self.at} has elements of type {kind}; expected 0 to 12")
-        size = struct.calcsize(_NUMBERS[kind])
-        length = self._array(size)
+            return self.strings(length)
         values = struct.unpack_from(f"<{length}{_NUMBERS[kind]}", self.data, self.at)
-        self.at += length * size
+        self.at += length * struct.calcsize(_NUMBERS[kind])
         return list(values)
-
-    def _array(self, least) -> int:
-        length = self.count("elements of an array", least)
-        if length > _LARGEST_ARRAY:
-            self.fail(f"an array has {length:,} elements; expected at most {_LARGEST_ARRAY:,}")
-        return length
 
 
 def _parsed(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     """Returns the metadata and the tensors of one file."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
+    with open(path, "rb") as file:
         require(
-            size >= 4 and file.read(4) == b"GGUF",
+            file.read(4) == b"GGUF",
             f"{path}: not a GGUF file; expected one, or a directory in Hugging Face layout",
         )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -227,12 +175,10 @@ def _read(header) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         header.fail("its numbers are big-endian; expected little-endian ones")
     if version not in VERSIONS:
         header.fail(f"it has version {version}; expected {' or '.join(map(str, VERSIONS))}")
-    tensor_count = header.count("tensors", 24)
+    tensor_count, key_count = header.number("Q"), header.number("Q")
     metadata = {}
-    for _ in range(header.count("keys", 13)):
+    for _ in range(key_count):
         key = header.string()
-        if key in metadata:
-            header.fail(f"the key {key!r} is there twice")
         metadata[key] = header.value(header.number("I"))
     return metadata, _table(header, tensor_count, metadata.get("general.alignment", 32))
 
@@ -241,21 +187,12 @@ def _table(header, count, alignment) -> dict[str, GgufTensor]:
     """Returns the tensors; their bytes begin behind the table, at a multiple of `alignment`."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    whole = isinstance(alignment, int) and 0 < alignment < 1 << 32
-    if not whole or alignment & (alignment - 1):
-        header.fail(f"general.alignment is {reprlib.repr(alignment)}; expected a power of two")
     types = {number.value: number for number in GGMLQuantizationType if number.name in TYPES}
     entries = {}
     for _ in range(count):
         name = header.string()
-        if name in entries:
-            header.fail(f"the tensor {name!r} is there twice")
         dimensions = header.number("I")
-        if not 0 < dimensions <= _MOST_DIMENSIONS:
-            header.fail(f"{name!r} has {dimensions:,} dimensions; expected 1 to {_MOST_DIMENSIONS}")
         shape = tuple(reversed([header.number("Q") for _ in range(dimensions)]))
-        if not all(shape):
-            header.fail(f"{name!r} has shape {list(shape)}; expected numbers above 0")
         entries[name] = shape, header.number("I"), header.number("Q")
     begin = header.at + -header.at % alignment
     tensors = {}
@@ -267,10 +204,6 @@ def _table(header, count, alignment) -> dict[str, GgufTensor]:
                 f"{name!r} has type {known.get(number, number)}; {', '.join(TYPES)} are read"
             )
         numbers, block = GGML_QUANT_SIZES[kind]
-        if shape[-1] % numbers:
-            header.fail(
-                f"{name!r} has rows of {shape[-1]} numbers in blocks of {numbers} ({kind.name})"
-            )
         size = math.prod(shape) // numbers * block
         end = begin + offset + size
         if end > len(header.data):

@@ -2,7 +2,7 @@
 
 `model.gguf/config.json` is a file that does not exist: its fields are made of the metadata, and so
 are those of generation_config.json, tokenizer.json and tokenizer_config.json. What reads a
-directory asks `has` and `read_model_object` for them, and checks them as it checks a directory's.
+directory asks `has` and `read_model_object` for them.
 Tensors have their Hugging Face names. llama.cpp's `convert_hf_to_gguf.py` is what is undone here.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nanorchestra.errors import require
-from nanorchestra.files import read_object, read_regular
+from nanorchestra.files import read_object, read_text
 from nanorchestra.model.gguf_file import GgufFile, part_files
 from nanorchestra.model.gguf_tokenizer import GgufTokenizer
 
@@ -117,7 +117,7 @@ def read_model_text(file: Path) -> str:
     """Returns the text of a model's file. UserError."""
     model = gguf_model(file.parent)
     if model is None:
-        return read_regular(file)
+        return read_text(file)
     return json.dumps(model.read(file.name), indent=2) + "\n"
 
 
@@ -171,8 +171,6 @@ class GgufModel:
             heads = self._key("attention.head_count_kv", heads)
         elif ".q_proj." not in name:
             return numbers
-        if len(numbers) % (2 * heads):
-            return numbers  # the shape is wrong, which the reader says
         pairs = numbers.reshape(heads, -1, 2, *numbers.shape[1:])
         return pairs.swapaxes(1, 2).reshape(numbers.shape)
 
@@ -205,9 +203,7 @@ class GgufModel:
             self._check(usual_here, key, repr(usual))
         heads, width = fields["num_attention_heads"], fields["hidden_size"]
         fields["num_key_value_heads"] = self._key("attention.head_count_kv", heads)
-        head_dim = self._key("attention.key_length")
-        if head_dim is None and isinstance(heads, int) and isinstance(width, int) and heads > 0:
-            head_dim = width // heads
+        head_dim = self._key("attention.key_length", width // heads)
         values = self._key("attention.value_length", head_dim)
         self._check(values == head_dim, "attention.value_length", head_dim)
         turned = self._key("rope.dimension_count", head_dim)
@@ -222,7 +218,7 @@ class GgufModel:
             "eos_token_id": self._metadata.get("tokenizer.ggml.eos_token_id"),
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
         }
-        types = {tensor.get_dtype() for tensor in self.tensors.values() if len(tensor.shape) > 1}
+        types = {tensor.type.name for tensor in self.tensors.values() if len(tensor.shape) > 1}
         fields["dtype"] = _DTYPES.get(min(types)) if len(types) == 1 else None
         fields["rope_scaling"] = self._rope_scaling(fields)
         return fields
@@ -241,9 +237,8 @@ class GgufModel:
 
     def _llama3_scaling(self, stored, theta, head_dim) -> dict[str, Any] | None:
         """Returns the scaling of which `stored` has the divisor of each frequency."""
-        numbers = isinstance(theta, int | float) and theta > 1 and isinstance(head_dim, int)
         scaling = None
-        if numbers and stored.shape == (head_dim // 2,):
+        if stored.shape == (head_dim // 2,):
             factors = stored.widened().astype(np.float64)
             if (factors == 1).all():
                 return None
@@ -272,7 +267,7 @@ def llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any] | None:
     which grows with its turns in _LENGTH tokens: two pairs on that slope give the line. With fewer
     of them the published one is tried, from 1 to 4 turns.
     """
-    if not np.isfinite(factors).all() or factors.min() < 0.999 or factors.max() <= 1:
+    if factors.min() < 0.999 or factors.max() <= 1:
         return None
     factor = float(str(np.float32(factors.max())))
     turns = _LENGTH * theta ** (-np.arange(len(factors)) / len(factors)) / (2 * math.pi)
