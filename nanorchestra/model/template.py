@@ -8,7 +8,6 @@ literals that a template looks for in texts (`'</think>' in content`) are shadow
 
 import json
 import re
-import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cache
@@ -17,7 +16,6 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_indent
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanorchestra.errors import UserError, require
@@ -25,20 +23,12 @@ from nanorchestra.model.parser import CALL
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.schemas import Json
 
-CHARACTERS = 1 << 23  # of a prompt, and of each text and list that a template builds on the way
-SECONDS = 2.0  # of the CPU, for a prompt
-BITS = 10_000  # of a number
 SHADOWS = 0x40000  # code points between a character and its shadow, in plane 4: unassigned
 # Methods of texts that look for their first argument in the text.
 SEARCHES = {
     *("split", "rsplit", "partition", "rpartition", "find", "rfind", "index", "rindex", "count"),
     *("replace", "startswith", "endswith", "removeprefix", "removesuffix"),
     *("strip", "lstrip", "rstrip"),
-}
-# Methods of texts and filters that pad to any size.
-REFUSED = {
-    *("format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs"),
-    *("batch", "slice", "wordwrap"),
 }
 # What tokens with lstrip or rstrip take beside them: Unicode's white space, not Python's.
 _WHITE = "".join(c for c in map(chr, range(0x3001)) if c.isspace() and c not in "\x1c\x1d\x1e\x1f")
@@ -76,7 +66,7 @@ class ChatTemplate:
             tree = environment.parse(tokenizer.template)
             names = {node.name for node in tree.find_all(nodes.Name)}
             self.parses_calls = "tools" in names and CALL in tokenizer.template
-            _rewrite(tree, self._shadow)
+            _shadow_literals(tree, self._shadow)
             self._template = environment.from_string(tree)
         except Exception as error:  # templates can raise anything, also as they are compiled
             raise self._failed(error) from None
@@ -86,7 +76,7 @@ class ChatTemplate:
     ) -> list[int]:
         """Returns the ids of a prompt, up to where the model's turn begins.
 
-        Markers are those that the template writes. UserError if it fails, or takes too long.
+        Markers are those that the template writes. UserError if it fails.
         """
         text, ids, start = self._render(messages, tools, enable_thinking), [], 0
         for match in self._pattern.finditer(text):
@@ -113,16 +103,11 @@ class ChatTemplate:
             "messages": [_as_templates_read(each) for each in messages],
             "tools": tools or None,
         }
-        pieces, length = [], 0
+        given |= _mapped(texts, lambda text: text.translate(self._given))
         try:
-            given |= _mapped(texts, lambda text: text.translate(self._given))
-            for piece in self._template.generate(given, _step=_deadline()):
-                length += len(piece)
-                _check_size(length)
-                pieces.append(piece)
+            return self._template.render(given)
         except Exception as error:
             raise self._failed(error) from None
-        return "".join(pieces)
 
     def _tojson(self, value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         """The filter as transformers has it: HTML is not escaped."""
@@ -148,50 +133,14 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox as transformers configures it, with limits of its own."""
-
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    """The sandbox as transformers configures it."""
 
     def __init__(self, tojson: Callable) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        self.filters |= {"tojson": tojson, "indent": _indent}
-        for name in REFUSED & self.filters.keys():
-            del self.filters[name]
-        del self.globals["lipsum"]
-        self.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-            "dict": _dict,
-            "namespace": _Namespace,
-            "_concatenate": _concatenate,
-        }
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Computes an operation whose result is not too large."""
-        if operator == "%" and isinstance(left, str):
-            raise jinja2.TemplateError("% formats no text here")
-        are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if operator == "**":
-            _check_number(_bits(left) * right)
-        elif are_numbers:
-            _check_number(_bits(left) + _bits(right))
-        elif operator == "*":
-            _check_size(_size(left) * _size(right))
-        elif operator == "+":
-            _check_size(_size(left) + _size(right))
-        return super().call_binop(context, operator, left, right)
-
-    def wrap_str_format(self, value: Any) -> None:
-        """Refuses `format` of a text, whose widths can be of any size; None for other methods."""
-        if super().wrap_str_format(value) is not None:
-            raise jinja2.TemplateError("format formats no text here")
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Says whether a template may read an attribute."""
-        refused = isinstance(obj, str) and attr in REFUSED
-        return not refused and super().is_safe_attribute(obj, attr, value)
+        self.filters["tojson"] = tojson
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
 
 class _Generation(Extension):
@@ -206,20 +155,8 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's, without attributes that begin with an underscore, as transformers has it."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.TemplateError(f"{name!r}: a namespace has no such attribute")
-        super().__setitem__(name, value)
-
-
-def _rewrite(tree: nodes.Template, shadow: Mapping[int, int]) -> None:
-    """Adds a step to each loop and macro, checks `~`, and shadows what is looked for in texts."""
-    for block in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        step = nodes.Call(nodes.Name("_step", "load"), [], [], None, None)
-        block.body.insert(0, nodes.ExprStmt(step).set_lineno(block.lineno))
+def _shadow_literals(tree: nodes.Template, shadow: Mapping[int, int]) -> None:
+    """Shadows the literals that a template looks for in texts."""
     looked_for = list(tree.find_all(nodes.Compare))
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Getattr) and call.node.attr in SEARCHES:
@@ -232,23 +169,6 @@ def _rewrite(tree: nodes.Template, shadow: Mapping[int, int]) -> None:
         for literal in literals:
             if isinstance(literal.value, str):
                 literal.value = literal.value.translate(shadow)
-    _replace_concatenations(tree)
-
-
-def _replace_concatenations(node) -> None:
-    """Makes each `~` a call of _concatenate."""
-    for name, value in node.iter_fields():
-        values = value if isinstance(value, list) else [value]
-        for i, each in enumerate(values):
-            if isinstance(each, nodes.Node):
-                _replace_concatenations(each)
-            if isinstance(each, nodes.Concat):
-                function = nodes.Name("_concatenate", "load")
-                call = nodes.Call(function, each.nodes, [], None, None).set_lineno(each.lineno)
-                if isinstance(value, list):
-                    value[i] = call
-                else:
-                    setattr(node, name, call)
 
 
 def _as_templates_read(message: Json) -> Json:
@@ -288,57 +208,9 @@ def _punctuation(marker: str) -> set[str]:
     return set(re.sub(r"[\w\s]|[^\0-\uffff]", "", marker))
 
 
-def _deadline() -> Callable[[], str]:
-    """Returns what each step of a loop calls: it raises once the time is over."""
-    end = time.thread_time() + SECONDS
-
-    def step():
-        if time.thread_time() > end:
-            raise jinja2.TemplateError(f"it takes more than {SECONDS:g} s")
-        return ""
-
-    return step
-
-
-def _concatenate(*parts) -> str:
-    _check_size(sum(map(_size, parts)))
-    return "".join(map(str, parts))
-
-
-def _indent(text, width=4, first=False, blank=False) -> str:
-    columns = _size(width)
-    _check_size(_size(text) + columns * (1 + text.count("\n")))
-    return do_indent(text, width, first, blank)
-
-
-def _size(value) -> int:
-    """Returns the length of a text or a list, a number itself."""
-    if isinstance(value, int):
-        return max(value, 0)
-    return len(value) if isinstance(value, str | list | tuple) else 1
-
-
-def _check_size(size) -> None:
-    if size > CHARACTERS:
-        raise jinja2.TemplateError(f"it builds more than {CHARACTERS:,} characters")
-
-
-def _bits(number) -> int:
-    return number.bit_length() if isinstance(number, int) else 0
-
-
-def _check_number(bits) -> None:
-    if bits > BITS:
-        raise jinja2.TemplateError(f"it computes a number of more than {BITS:,} bits")
-
-
 def _raise_exception(message):
     raise jinja2.TemplateError(message)
 
 
 def _strftime_now(format) -> str:
     return datetime.now().strftime(format)
-
-
-def _dict(*args, **kwargs) -> dict:
-    return dict(*args, **kwargs)

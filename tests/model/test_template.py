@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 
 import chat_templates
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
-from nanorchestra.model import template as template_module
 from nanorchestra.model.tokenizer import Tokenizer
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -202,62 +200,27 @@ def test_a_field_that_is_null_is_absent_and_thinking_can_be_switched_off(with_te
     assert tokenizer.decode(ids) == expected.replace("FalseFalse", "FalseTrue")
 
 
-LOOP = "{% for i in range(100000) %}"
 FAILING = {
     "{{ raise_exception('roles <must>\n alternate') }}": "roles <must> alternate",
     "{{ raise_exception(messages[0].content) }}": "<|im_end|>",
     "{% for %}": "line 1: ",
-    "{{ " + "9" * 5000 + " }}": "ValueError: ",
-    "{{ " + "(" * 5000 + " }}": "",
     "\n\n{{ a b }}": "line 3: ",
     "{{ undefined.field }}": "'undefined' is undefined",
     "{{ 1 + 'a' }}": "TypeError: ",
-    "{{ [].__class__.__mro__ }}": "",
-    "{{ ''.__class__ }}{{ ''.__class__.mro() }}": "",
-    "{{ messages.append(1) }}": "",
-    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}": "no such attribute",
-    "{% include 'x' %}": "",
-    "{{ range(1000000000) | list }}": "too big",
-    f"{LOOP}{LOOP}{{% endfor %}}{{% endfor %}}": "takes more than 0.2 s",
-    f"{LOOP}{{{{ 'long' * 1000 }}}}{{% endfor %}}": "more than 8,388,608 characters",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}": (
-        "takes more than 0.2 s"
-    ),
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "",
-    "{{ 'a' * 10000000000 }}": "characters",
-    "{{ ['a'] * 10000000000 }}": "characters",
-    "{{ 10 ** (10 ** 10) }}": "bits",
-    "{{ '%1000000000d' % 1 }}": "formats no text",
-    "{{ 'a'.center(10000000000) }}": "",
-    "{{ '{:9999999999}'.format(1) }}": "formats no text",
-    "{{ 1 | center(10000000000) }}": "center",
-    "{{ messages[0].content | indent(10000000000, true) }}": "characters",
-    "{{ messages[0].content | indent('a' * 5000 * 5000) }}": "characters",
-    "{% set ns = namespace(t='a') %}{% for i in range(99) %}{% set ns.t = ns.t ~ ns.t %}"
-    "{% endfor %}": "characters",
-    "{% set ns = namespace(t='a') %}{% for i in range(99) %}{% set ns.t = ns.t + ns.t %}"
-    "{% endfor %}": "characters",
-    "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}"
-    "{% endfor %}": "bits",
+    "{{ ''.__class__.mro() }}": "unsafe",
+    "{{ messages.append(1) }}": "unsafe",
 }
 
 
 @pytest.mark.parametrize("template", FAILING)
-def test_a_template_that_fails_is_one_line_that_names_the_file(
-    with_template, template, monkeypatch
-):
-    monkeypatch.setattr(template_module, "SECONDS", 0.2)
-    start = time.thread_time()
+def test_a_template_that_fails_is_one_line_that_names_the_file(with_template, template):
     tokenizer = with_template(template)
     with pytest.raises(UserError) as caught:
         chat.encode(tokenizer, [{"role": "user", "content": "<|im_end|>"}])
     message = str(caught.value)
     assert "\n" not in message and len(message) < 1000
     assert "the chat template failed: " in message and FAILING[template] in message
-    assert (
-        message.startswith(tokenizer.source.replace("tokenizer.json", "chat_template.jinja"))
-        and time.thread_time() - start < 2
-    )
+    assert message.startswith(tokenizer.source.replace("tokenizer.json", "chat_template.jinja"))
 
 
 def test_what_is_needed_of_a_tokenizer_is_said_in_one_line(tokenizers, tmp_path):
