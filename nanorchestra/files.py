@@ -1,53 +1,40 @@
-"""Reads files with messages for the user, writes them whole or not at all, and checks digests.
+"""Reads files with messages for the user, and writes them whole or not at all."""
 
-A directory that is written once, such as a model or a checkpoint of a run, has a file SHA256SUMS
-beside its other files, in the form of the program sha256sum.
-"""
-
-import hashlib
 import importlib.util
 import json
 import os
 import reprlib
 import shutil
-import stat
 import sys
 import threading
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from nanorchestra.errors import UserError, require
-
-SUMS = "SHA256SUMS"
-LARGEST_TEXT = 1 << 28  # bytes of a file that is read whole; the largest tokenizers have a tenth
 
 
 def read_json(path: str | Path) -> Any:
     """Returns the JSON value of a file. UserError names the file and what is wrong with it."""
-    return _parsed(path, read_text(path))
+    try:
+        return json.loads(read_text(path))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); is the file whole?") from None
+    except RecursionError:
+        raise UserError(f"{path}: not JSON that can be read: it is nested too deep") from None
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """Returns the JSON object of a regular file, by `read_regular`. UserError."""
-    value = _parsed(path, read_regular(path))
+    """Returns the JSON object of a file. UserError."""
+    value = read_json(path)
     require(
         isinstance(value, dict),
         f"{path}: holds {reprlib.repr(value)}; expected a JSON object",
     )
     return value
-
-
-def _parsed(path, text) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); is the file whole?") from None
-    except RecursionError:
-        raise UserError(f"{path}: not JSON that can be read: it is nested too deep") from None
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -93,72 +80,6 @@ def _reading(path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8 ({error})") from None
-
-
-@contextmanager
-def open_regular(path: str | Path) -> Iterator[IO[bytes]]:
-    """Opens a regular file, or a link to one, to read its bytes.
-
-    UserError for anything else: a pipe would wait for a writer, and a device may never end.
-    """
-
-    def without_waiting(name, flags):
-        return os.open(name, flags | os.O_NONBLOCK)
-
-    with _reading(path), open(path, "rb", opener=without_waiting) as file:
-        regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-        require(regular, f"{path}: not a regular file but a pipe or a device")
-        yield file
-
-
-def read_regular(path: str | Path) -> str:
-    """Returns the text of a regular file of up to LARGEST_TEXT bytes. UserError."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        require(size <= LARGEST_TEXT, f"{path}: {size:,} bytes; expected at most {LARGEST_TEXT:,}")
-        return file.read().decode()
-
-
-def sha256(path: str | Path) -> str:
-    """Returns the SHA-256 of a regular file, in hex. UserError."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_sums(directory: Path, digests: Mapping[str, str]) -> None:
-    """Writes SHA256SUMS, from SHA-256 by file name, so that `sha256sum -c SHA256SUMS` checks it."""
-    lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
-    write_whole(directory / SUMS, "".join(lines))
-
-
-def read_sums(directory: Path) -> dict[str, str]:
-    """Returns the SHA-256 by file name that SHA256SUMS states. UserError."""
-    path, digests = directory / SUMS, {}
-    *lines, rest = read_regular(path).split("\n")
-    require(lines and not rest, f"{path}: not whole; expected lines of a SHA-256 and a file name")
-    for number, line in enumerate(lines, 1):
-        digest, _, name = line.partition("  ")
-        plain = len(digest) == 64 and is_file_name(name)
-        require(plain, f"{path}, line {number}: expected a SHA-256, two spaces and a file name")
-        digests[name] = digest
-    return digests
-
-
-def check_sums(directory: Path, digests: Mapping[str, str], names: Collection[str]) -> None:
-    """UserError, which names the file, unless the named files are those that were written."""
-    for name in names:
-        path = directory / name
-        digest = sha256(path)
-        require(
-            digest == digests[name],
-            f"{path}: not the file that was written: its SHA-256 begins with {digest[:12]}, "
-            f"{SUMS} has {digests[name][:12]}",
-        )
-
-
-def is_file_name(text: object) -> bool:
-    """Returns whether a value is the name of a file in a directory, which leads nowhere else."""
-    return isinstance(text, str) and text not in ("", ".", "..") and not set(text) & {"/", "\0"}
 
 
 def append_line(path: str | Path, line: str) -> None:

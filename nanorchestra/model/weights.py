@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_object
 from nanorchestra.model.awq import FourBit, decompressed
-from nanorchestra.model.gguf_model import gguf_model, has
+from nanorchestra.model.gguf_model import GgufModel, gguf_model, has
 from nanorchestra.model.hf_config import read_config, stored_group
 from nanorchestra.model.hub import local_model
 from nanorchestra.model.native import PackedLinear
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import fill, is_sharded, local, whole
-from nanorchestra.model.tensor_files import GgufTensors, open_tensors
 from nanorchestra.model.tokenizer import Tokenizer
 
 # Module of a checkpoint -> ours, and which of its rows: part_rows counts them. Parts lie in this
@@ -225,6 +225,31 @@ def _open_shards(path) -> dict[str, Any]:
         shard = open_tensors(path / file)
         shards |= dict.fromkeys(shard.keys(), shard)
     return shards
+
+
+class GgufTensors:
+    """The tensors of a GGUF file by Hugging Face name, with the method of a safetensors file."""
+
+    def __init__(self, model: GgufModel) -> None:
+        self._model = model
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Returns a tensor, widened to fp32."""
+        return torch.from_numpy(self._model.array(name))
+
+
+def open_tensors(path: Path) -> Any:
+    """Returns an open safetensors file, which reads tensors or rows of them as they are asked for.
+
+    Raises UserError, which names the file.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{path}: not a whole safetensors file ({reason}); is the download complete?"
+        ) from error
 
 
 def _check_memory(model, device, path) -> None:

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_object, sync, write_whole
 from nanorchestra.model.sharded import fill, first_row, is_first_copy, local
-from nanorchestra.model.tensor_files import open_tensors, write_tensors
+from nanorchestra.model.weights import open_tensors
 from nanorchestra.schemas import Json
 from nanorchestra.training.distributed import Ranks
 
@@ -82,7 +83,8 @@ class Checkpoints:
             file, problem = f"rank-{self.ranks.rank:05d}.safetensors", ""
             try:
                 aside.mkdir(exist_ok=True)
-                write_tensors(aside / file, tensors)
+                save_file(tensors, aside / file)
+                sync(aside / file)
             except Exception as error:
                 problem = one_line(error)
             tensors.clear()  # their memory is free while other ranks still write

@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_distributed import ONE, agree, first_half, make_groups, make_trainer, second_half
 
 from nanorchestra.errors import UserError
 from nanorchestra.model.sharded import local
-from nanorchestra.model.tensor_files import write_tensors
 from nanorchestra.training import checkpoint
 from nanorchestra.training.checkpoint import Checkpoints
 from train import supervised_update
@@ -56,11 +56,11 @@ def test_what_lies_in_a_cpus_memory_is_written_without_a_copy(tmp_path, monkeypa
     trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, ONE)
     written = {}
 
-    def write(file, tensors):
+    def write(tensors, file):
         written.update({name: tensor.data_ptr() for name, tensor in tensors.items()})
-        return write_tensors(file, tensors)
+        return save_file(tensors, file)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", write)
+    monkeypatch.setattr(checkpoint, "save_file", write)
     checkpoints.save("a", trainer.tensors(), {})
     held = {name: local(tensor) for name, tensor in trainer.tensors().items()}
     assert written == {name: t.data_ptr() for name, t in held.items() if t.numel()}
