@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import require
 from nanorchestra.files import read_toml, write_whole
 from nanorchestra.model.gguf_model import has, read_model_object, read_model_text
 
@@ -31,7 +31,6 @@ _PRINTABLE_FIRST = sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABE
 _BYTES = dict(zip(_ALPHABET, _PRINTABLE_FIRST, strict=True))
 _ALPHABET_OF = {byte: c for c, byte in _BYTES.items()}
 _ASCII = [*b"\n", *range(0x20, 0x7F)]  # SmolLM2 lacks some bytes beyond
-_LARGEST_ID = 1 << 22  # the largest vocabularies have 260 thousand ids
 _CACHED = 4096  # entries of the cache of encoded texts, and the most characters of an entry
 
 
@@ -71,14 +70,8 @@ class Tokenizer:
             "expected a byte-level BPE",
         )
         self.vocab_size = 1 + max(self._ids.values())
-        require(
-            self.vocab_size <= _LARGEST_ID,
-            f"{source}: has the token id {self.vocab_size - 1}; expected ids below {_LARGEST_ID}",
-        )
         self._bytes = [b""] * self.vocab_size
         for token, i in self._ids.items():
-            spelt = i in added or all(c in _BYTES for c in token)
-            require(spelt, f"{source}: the token {token!r} is not of a byte-level BPE")
             self._bytes[i] = token.encode() if i in added else bytes(_BYTES[c] for c in token)
         self._plain = _without_added_tokens(backend)
         self.markers = not lacking_markers(backend)
@@ -94,8 +87,6 @@ class Tokenizer:
             im_end = self._ids.get("<|im_end|>")
             if im_end in added and im_end not in eos_ids and "<|im_end|>" in (template or ""):
                 eos_ids = *eos_ids, im_end  # base models of Qwen2.5 do not name it
-            is_known = bos is None or bos in self._ids
-            require(is_known, f"{source}: has no token {bos!r}, which is named as bos_token")
             config = QWEN3["config"] | {
                 "bos_token": bos,
                 "eos_token": self.backend.id_to_token(eos_ids[0]),
@@ -114,36 +105,18 @@ class Tokenizer:
     def from_dir(cls, path: str | Path) -> Tokenizer:
         """Reads tokenizer.json of a checkpoint, and what `save` will copy beside it.
 
-        Template, bos and eos are those of the files beside it. Raises UserError if one cannot be
-        read, or if it is no byte-level BPE.
+        Template, bos and eos are those of the files beside it. Raises UserError if it is no
+        byte-level BPE, or if no file names the token that ends a turn.
         """
         file = Path(path) / "tokenizer.json"
         data = read_model_object(file)
-        model = data.get("model")
-        is_bpe = isinstance(model, dict) and model.get("type") == "BPE"
+        is_bpe = data["model"]["type"] == "BPE"
         require(is_bpe, f"{file}: model.type: expected 'BPE', as Qwen's is")
-        require(
-            not model.get("byte_fallback"),
-            f"{file}: model.byte_fallback is true, as in SentencePiece's vocabularies (Llama 2's): "
-            "expected a byte-level BPE, as Qwen's and Llama 3's are",
-        )
-        for field in ("continuing_subword_prefix", "end_of_word_suffix"):
-            # With a prefix the library cuts tokens inside characters, and can abort the process.
-            stated = model.get(field)
-            require(
-                stated in (None, ""),
-                f"{file}: model.{field} = {stated!r}: expected none, as in a byte-level BPE",
-            )
-        try:
-            backend = tokenizers.Tokenizer.from_str(json.dumps(data))
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{file}: not a readable tokenizer.json ({error})") from None
+        backend = tokenizers.Tokenizer.from_str(json.dumps(data))
         companions = {}
         for companion in COMPANIONS:
             beside = file.with_name(companion)
             if has(beside):
-                if companion.endswith(".json"):
-                    read_model_object(beside)  # checks it; kept is the text
                 companions[companion] = read_model_text(beside)
         settings = {}
         if lacking_markers(backend):
@@ -235,21 +208,15 @@ def _without_added_tokens(backend) -> tokenizers.Tokenizer:
 
 def _chat_settings(file, backend, companions: Mapping[str, str]) -> dict[str, Any]:
     """Returns `template`, `bos` and `eos_ids` that the files beside tokenizer.json name."""
-    source = file.with_name("tokenizer_config.json")
-    config = json.loads(companions.get(source.name, "{}"))
+    config = json.loads(companions.get("tokenizer_config.json", "{}"))
     template = companions.get("chat_template.jinja", config.get("chat_template"))
     if isinstance(template, list):  # of several, by name
         templates = {each.get("name"): each.get("template") for each in template}
         template = templates.get("default")
-    is_text = template is None or isinstance(template, str)
-    require(is_text, f"{source}: chat_template: expected the text of a Jinja template")
 
     def token(field) -> str | None:
         stated = config.get(field)
-        text = stated.get("content") if isinstance(stated, dict) else stated
-        is_known = text is None or isinstance(text, str) and backend.token_to_id(text) is not None
-        require(is_known, f"{source}: {field} = {stated!r}: expected a token of {file.name}")
-        return text
+        return stated.get("content") if isinstance(stated, dict) else stated
 
     eos, eos_ids = token("eos_token"), []
     if eos is not None:
@@ -259,8 +226,6 @@ def _chat_settings(file, backend, companions: Mapping[str, str]) -> dict[str, An
         stated = read_model_object(beside).get("eos_token_id") if has(beside) else None
         if stated is not None:
             ids = stated if isinstance(stated, list) else [stated]
-            are_ids = all(type(i) is int and i >= 0 for i in ids)
-            require(are_ids, f"{beside}: eos_token_id = {stated!r}: expected an id, or a list")
             eos_ids += [i for i in ids if i not in eos_ids]
             break
     return {"template": template, "bos": token("bos_token"), "eos_ids": eos_ids}
