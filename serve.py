@@ -38,12 +38,12 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra import SamplingParams
-from nanorchestra.agent.load import NANO, fetch_model, load_rollout
+from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError, command, require
 from nanorchestra.files import append_line
 from nanorchestra.model.hf_config import read_config, read_sampling
-from nanorchestra.model.hub import Source, local_model
+from nanorchestra.model.hub import Source, fetch_model, local_model
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
@@ -310,7 +310,7 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         title = policy.base.partition("@")[0]
         sampling = {"temperature": policy.settings["temperature"], "top_p": 1.0, "top_k": 0}
     else:
-        source = fetch_model(options.model, options.quantise)
+        source = fetch_model(options.model)
         title = source.title
         sampling = read_sampling(source.path)
         for name in sampling:

@@ -93,7 +93,6 @@ COMPARED = {  # how the transcripts begin that are compared
     "docs/tools.md": ["in hard law trial 372"],
 }
 NOT_COMPARED = {  # how other untagged blocks begin, and why they are not compared
-    "$ python serve.py --model Qwen/Qwen3-8B": "a model of the hub, on a machine of one size",
     "$ python tools.py serve-index": "shortened; tests/serving/test_retrieval.py has such answers",
     "strongest: 6 of 40 attempts failed": "an endpoint that fails",
     "calls: {": "progress of MCP; tests/serving/test_mcp_server.py has such messages",

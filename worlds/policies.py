@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.load import NANO, fetch_model, load_rollout
+from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.agent.world import World
 from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.model.hf_config import read_config, read_sampling
-from nanorchestra.model.hub import is_model, names_model
+from nanorchestra.model.hub import is_model, local_model, names_model
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task
 from nanorchestra.schemas import Json
@@ -121,7 +121,7 @@ def parse(text: str, routers: Collection[str], option: str = "--policy") -> Poli
         known = ", ".join(["a checkpoint", "a hub id", "MODEL@URL", *words])
         unknown = f"{where}: {base} is none of {known}{_nearest(base, words)}"
         require(names_model(base), unknown)
-        path = fetch_model(base).path
+        path = local_model(base)
         require(is_model(path), unknown)
         settings |= checkpoint_settings(path)
         base = str(path)

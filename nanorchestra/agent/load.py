@@ -1,4 +1,4 @@
-"""Finds and loads the checkpoint that serve.py and evaluate.py run."""
+"""Loads the checkpoint that serve.py and evaluate.py run."""
 
 import sys
 from dataclasses import replace
@@ -11,46 +11,14 @@ from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
 from nanorchestra.model import chat
-from nanorchestra.model.hf_config import read_config, stored_dtype, stored_group
-from nanorchestra.model.hub import Source, find, gigabytes
+from nanorchestra.model.hf_config import stored_dtype
 from nanorchestra.model.native import library, pack
-from nanorchestra.model.quantise import quantise_model
-from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.weights import load_model, memory_bytes, model_bytes
+from nanorchestra.model.weights import load_model
 from nanorchestra.schemas import Json
 from nanorchestra.tools.devices import device_named
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled checkpoint
 PAGE = 16  # tokens of a KV page
-
-
-def fetch_model(word: str | Path, quantise: str | None = None) -> Source:
-    """Returns where the model of a user's word lies; one of the hub is downloaded.
-
-    Before the download a line on stderr says what it needs of disk and memory. Options are those of
-    `load_rollout`. UserError, also if it cannot fit.
-    """
-    source = find(word)
-    if source.missing:
-        device = device_named()
-        needed, memory = _weight_bytes(source, quantise, device), memory_bytes(device)
-        needs = f"needs {gigabytes(needed)} of memory for its weights, of {gigabytes(memory)} here"
-        print(f"{source.summary}; {needs}", file=sys.stderr)
-        ways = "a smaller model" if quantise else "--quantise int4, or a smaller model"
-        require(needed <= memory, f"{word}: {needs}; take {ways}")
-    source.download()
-    return source
-
-
-def _weight_bytes(source, quantise, device) -> int:
-    """Returns the bytes that the weights will take, or in a .gguf file the fewest possible."""
-    if source.hub_id.file:
-        return source.numbers // 2 if quantise else 2 * source.numbers
-    with torch.device("meta"):
-        model = Qwen3(read_config(source.path)).to(_dtype(source.path, device))
-    if quantise:
-        quantise_model(model, quantise, stored_group(source.path))
-    return model_bytes(model)
 
 
 def _dtype(path, device) -> torch.dtype:

@@ -133,7 +133,7 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
     limit = GPUS[name].memory if memory_gb is None else memory_gb * GB
     require(limit > 0, f"--memory is {limit / GB:g}; it must be the GB of one GPU")
     path = config.model.path
-    model, origin, fits_disk = _shape("nano" if path in ("", DRAFT) else path)
+    model, origin = _shape("nano" if path in ("", DRAFT) else path)
     setup = Setup(config, gpus, model)
     fits, numbers = peak(setup) <= limit, setup.costs.numbers
     lines = [
@@ -143,26 +143,23 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
         *(f"  {part:18}{a / GB:10.2f}{b / GB:10.2f}" for part, (a, b) in memory(setup).items()),
         f"\n{peak(setup) / GB:.1f} of {limit / GB:g} GB: {'fits' if fits else 'too much'}",
     ]
-    return "\n".join(lines), fits and fits_disk
+    return "\n".join(lines), fits
 
 
-def _shape(word) -> tuple[ModelConfig, list[str], bool]:
-    """Returns the shape of a model, lines on where it is from, and if the disk has room for it."""
+def _shape(word) -> tuple[ModelConfig, list[str]]:
+    """Returns the shape of a model, and lines on where it is from."""
     preset = PRESETS.get(Path(word.partition("@")[0]).name.lower())
     if preset and not is_model(Path(word)) and (os.path.lexists(word) or not names_model(word)):
-        return preset, [], True
+        return preset, []
     try:
         source = find(word)
     except UserError as error:
         if preset is None:
             raise
-        return preset, [f"{error}; planned with the sizes of the preset"], True
+        return preset, [f"{error}; planned with the sizes of the preset"]
     require(
         not (source.missing and source.hub_id.file),
         f"{word}: the sizes are in the file, which is not here yet; plan with the repository that "
         "it was converted from",
     )
-    lines = []
-    if source.hub_id:
-        lines.append(source.summary + ("" if source.fits_disk else ": too much"))
-    return read_config(source.path), lines, source.fits_disk
+    return read_config(source.path), [source.summary] if source.hub_id else []

@@ -1,11 +1,7 @@
 """Words for a model: paths, and ids of a hub that is a server on this machine."""
 
-import io
 import json
-import logging
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +15,6 @@ from huggingface_hub.utils import _http
 
 import serve
 from nanorchestra import load_model
-from nanorchestra.agent import load
 from nanorchestra.agent.load import NANO
 from nanorchestra.errors import UserError
 from nanorchestra.model import hub as module
@@ -81,13 +76,6 @@ def test_what_exists_is_taken_as_it_is(hub, tmp_path):
     assert "notes.txt: a file of another kind; expected a directory" in line(find, "notes.txt")
     for word in ("", "Qwen3-8B", "./models/Qwen3-8B", "runs/a/model", "models/x.gguf", "a/../b"):
         assert "no such file or directory; expected a directory" in line(find, word)
-    (tmp_path / "assets" / "nano").mkdir(parents=True)
-    (tmp_path / "assets" / "nano" / "config.json").write_text("{}")
-    for word in ("nano", "./assets/nanoo"):
-        found = "no such file or directory (did you mean assets/nano?); expected"
-        assert found in line(find, word)
-    address = line(find, f"https://huggingface.co/{REPO}/tree/main")
-    assert address.endswith(f"give the hub id alone: {REPO}")
     assert not hub.requests
 
 
@@ -109,7 +97,7 @@ def test_a_hub_id_is_downloaded_once_and_only_what_is_read(hub, capsys):
     commit = hub.add(REPO, FILES | MORE)
     path = local_model(REPO)
     text = capsys.readouterr().err
-    assert re.search(rf"{REPO}@{commit[:7]}: 0.01 GB to download, [\d,]+\.\d\d GB free in /", text)
+    assert f"{REPO}@{commit[:7]}: 0.01 GB to download\n" in text
     assert {file.name for file in path.iterdir()} == set(FILES)
     model, tokenizer = load_model(REPO)
     assert tokenizer and model.config.num_hidden_layers
@@ -120,7 +108,7 @@ def test_a_hub_id_is_downloaded_once_and_only_what_is_read(hub, capsys):
     assert local_model(f"{REPO}@{commit}") == path and not hub.requests  # a commit never changes
     assert local_model(REPO) == path and len(hub.requests) == 1
     newer = hub.add(REPO, FILES | {"README.md": b"new"})
-    assert find(REPO).name == f"{REPO}@{newer}" and not find(REPO).download_bytes
+    assert find(REPO).name == f"{REPO}@{newer}" and not sum(find(REPO).missing.values())
     assert local_model(f"{REPO}@main").name == newer
     assert hub.sent["model.safetensors"] == len(FILES["model.safetensors"])
 
@@ -128,7 +116,7 @@ def test_a_hub_id_is_downloaded_once_and_only_what_is_read(hub, capsys):
 def test_without_a_network_the_cache_serves(hub, monkeypatch, capsys):
     commit = hub.add(REPO, FILES)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set, and " in line(local_model, REPO)
+    assert "unset the `HF_HUB_OFFLINE` environment variable" in line(local_model, REPO)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     path = local_model(REPO)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -138,11 +126,11 @@ def test_without_a_network_the_cache_serves(hub, monkeypatch, capsys):
     hub.faults["/api/"] = 500, {}
     capsys.readouterr()
     assert local_model(REPO) == path
-    assert "(HTTP 500); try again later" in (text := capsys.readouterr().err)
+    assert "127.0.0.1 failed: " in (text := capsys.readouterr().err)
     assert text.endswith(f"takes commit {commit[:7]} of the cache\n")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert local_model(REPO) == path
-    assert "127.0.0.1 cannot be reached (" in line(local_model, "Qwen/Qwen3-4B")
+    assert "not on this machine, and 127.0.0.1 failed: " in line(local_model, "Qwen/Qwen3-4B")
 
 
 @pytest.mark.parametrize(
@@ -154,31 +142,16 @@ def test_without_a_network_the_cache_serves(hub, monkeypatch, capsys):
             {"X-Error-Code": "GatedRepo"},
             "its licence must be accepted first, at ",
         ),
-        ("/resolve/", 403, {"X-Error-Code": "GatedRepo"}, "then set HF_TOKEN to your token"),
         (
             "/api/",
             404,
             {"X-Error-Code": "RepoNotFound"},
             "no such directory here, and no such model",
         ),
-        ("/api/", 401, {}, "refuses your token (HTTP 401)"),
-        ("/api/", 403, {}, "may not read it (HTTP 403)"),
-        (
-            "/api/",
-            429,
-            {},
-            "too many requests from here (HTTP 429); wait some minutes, or set HF_TOK",
-        ),
-        ("/api/", 500, {}, "fails (HTTP 500); try again later"),
-        ("/resolve/", 503, {}, "fails (HTTP 503); try again later"),
-        ("model.safetensors", 500, {}, "fails (HTTP 500)"),
-        ("/api/", 200, {}, "does not answer as a hub does"),
-        (
-            "/api/",
-            403,
-            {"X-Error-Message": "Access to this resource is disabled."},
-            "has disabled it",
-        ),
+        ("/api/", 404, {"X-Error-Code": "RevisionNotFound"}, f"{REPO} has no revision 'main'"),
+        ("/api/", 429, {}, "127.0.0.1 failed: "),
+        ("/resolve/", 503, {}, "127.0.0.1 failed: "),
+        ("/api/", 200, {}, "127.0.0.1 failed: "),
     ],
 )
 def test_a_refusal_is_one_line(hub, monkeypatch, place, status, headers, expected):
@@ -189,43 +162,6 @@ def test_a_refusal_is_one_line(hub, monkeypatch, place, status, headers, expecte
     line(local_model, REPO)  # without the token in it
     hub.faults.clear()
     assert load_model(REPO)[1]
-
-
-def test_no_message_has_the_token(hub, monkeypatch):
-    hub.add(REPO, FILES)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.faults["/resolve/"] = 403, {"X-Error-Code": "GatedRepo"}
-    assert "the account of your token (HF_TOKEN) has no access" in line(local_model, REPO)
-    hub.faults["/resolve/"] = 401, {"X-Error-Message": f"{TOKEN} is expired"}
-    assert "refuses your token (HTTP 401); set HF_TOKEN to a valid one" in line(local_model, REPO)
-
-
-def test_a_signed_address_stays_out_of_the_log(hub, monkeypatch):
-    hub.add(REPO, FILES)
-    hub.signature = "a-secret"
-    hub.cuts["model.safetensors"] = [100]
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    log = io.StringIO()
-    handler = logging.StreamHandler(log)
-    logging.getLogger("huggingface_hub").addHandler(handler)
-    try:
-        assert load_model(REPO)[1]
-    finally:
-        logging.getLogger("huggingface_hub").removeHandler(handler)
-    assert "Trying to resume download" in log.getvalue() and "/cdn/" in log.getvalue()
-    assert hub.signature not in log.getvalue() and TOKEN not in log.getvalue()
-    assert not hub.tokens_at_cdn
-
-
-def test_names_and_revisions_that_are_nearly_right(hub):
-    hub.add(REPO, FILES)
-    hub.add(REPO, FILES, branch="v1.0")
-    hub.add("Qwen/Qwen3-4B", FILES)
-    assert "; did you mean Qwen/Qwen3-8B" in line(local_model, "Qwen/Qwen3-8b-Chat")
-    assert "; did you mean Qwen/Qwen3-8B" in line(local_model, "Qwn/Qwen3-8B")
-    assert "a private one needs HF_TOKEN" in line(local_model, "nobody/nothing")
-    text = line(local_model, f"{REPO}@v1.1")
-    assert text.endswith(f"{REPO} has no revision 'v1.1'; did you mean v1.0?")
 
 
 def test_an_architecture_is_refused_before_its_weights(hub):
@@ -248,8 +184,7 @@ def test_repositories_without_safetensors(hub):
     assert path.read_bytes() == b"GGUF" and find("a/b-GGUF/x-Q2.gguf").title == "x-Q2.gguf"
     hub.requests.clear()
     assert local_model(f"a/b-GGUF@{commit}/x-Q2.gguf") == path and not hub.requests
-    text = line(local_model, "a/b-GGUF/x-Q9.gguf")
-    assert "no such file in a/b-GGUF; it has x-Q" in text
+    assert "no such file in a/b-GGUF" in line(local_model, "a/b-GGUF/x-Q9.gguf")
 
     parts = {f"y-0000{n}-of-00003.gguf": b"GGUF" for n in (1, 2, 3)}
     hub.add("a/split", parts | {"y.gguf": b"GGUF", "z-00002-of-00003.gguf": b"GGUF"})
@@ -258,11 +193,7 @@ def test_repositories_without_safetensors(hub):
 
     config = {"config.json": FILES["config.json"]}
     hub.add("a/old", config | {"pytorch_model.bin": b""})
-    assert "weights are pickle files (.bin), which can run code" in line(local_model, "a/old")
-    hub.add("a/empty", {"README.md": b""})
-    assert "no config.json in the repository" in line(local_model, "a/empty")
-    hub.add("a/bare", config)
-    assert "no model.safetensors or model.safetensors.index.json" in line(local_model, "a/bare")
+    assert "with config.json and model.safetensors; pickle files (.bin)" in line(find, "a/old")
 
 
 def test_shards_are_those_of_the_index(hub):
@@ -274,48 +205,14 @@ def test_shards_are_those_of_the_index(hub):
     path = local_model(REPO)
     assert {file.name for file in path.iterdir()} == {*sharded, first, second}
 
-    hub.add("a/missing", sharded | {first: b"1"})
-    text = line(local_model, "a/missing")
-    assert text == f"a/missing: {module.INDEX} names {second}; the repository has no such file"
-
-
-def test_a_cut_connection_goes_on_where_it_was(hub, monkeypatch):
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)  # it counts whole pieces: 10 MB
-    size = len(FILES["model.safetensors"])
-    hub.add(REPO, FILES)
-    hub.cuts["model.safetensors"] = [size // 3, size // 3]
-    assert load_model(REPO)[1]
-    ranges = [text for text in hub.requests if "model.safetensors bytes=" in text]
-    assert len(ranges) == 2 and hub.sent["model.safetensors"] < size + 2 * 4096
-
 
 def test_a_download_that_breaks_goes_on_with_the_next_command(hub):
     hub.add(REPO, FILES)
     hub.cuts["model.safetensors"] = [0] * 6  # as often as huggingface_hub tries
-    text = line(local_model, REPO)
-    assert "broke (RemoteProtocolError); the same command continues the download" in text
+    assert "127.0.0.1 failed: " in line(local_model, REPO)
     assert find(REPO).missing == {"model.safetensors": len(FILES["model.safetensors"])}
     tokenizer_bytes = hub.sent["tokenizer.json"]
     assert load_model(REPO)[1] and hub.sent["tokenizer.json"] == tokenizer_bytes
-
-
-def test_a_silent_hub_ends_in_seconds(hub, monkeypatch):
-    hub.add(REPO, FILES)
-    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
-    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
-    monkeypatch.setattr(file_download, "_ETAG_RETRY_TIMEOUT", 0.1)
-    for place in ("/api/", "HEAD /Qwen", "GET /Qwen"):
-        hub.silent = place
-        assert "did not answer within 0.1 s" in line(local_model, REPO)
-
-
-def test_a_full_disk_is_said_before_the_download(hub, monkeypatch):
-    hub.add(REPO, FILES)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    source = find(REPO)
-    text = line(source.download)
-    assert f"{source.download_bytes:,} bytes to download; 1,000 are free in" in text
-    assert not source.fits_disk and not hub.sent["model.safetensors"]
 
 
 def test_where_a_model_is_named_a_hub_id_will_do(hub, sandbox, tmp_path, monkeypatch, capsys):
@@ -337,36 +234,16 @@ def test_where_a_model_is_named_a_hub_id_will_do(hub, sandbox, tmp_path, monkeyp
     assert f"{pinned}, float32 on cpu" in capsys.readouterr().err
 
 
-def test_serve_says_what_a_model_needs_and_refuses_one_that_cannot_fit(
-    hub, tmp_path, monkeypatch, capsys
-):
-    commit = hub.add(REPO, FILES)
-    monkeypatch.setattr(load, "memory_bytes", lambda device: 1_000_000)
-    assert serve.main(["--model", REPO]) == 2
-    said, refused = capsys.readouterr().err.splitlines()[-2:]
-    needs = "needs 0.01 GB of memory for its weights, of 0.00 GB here"
-    assert said.startswith(f"{REPO}@{commit[:7]}: 0.01 GB to download, ")
-    assert said.endswith(f"{tmp_path / 'cache'}; {needs}")
-    assert refused == f"serve.py: {REPO}: {needs}; take --quantise int4, or a smaller model"
-    hub.add("a/b-GGUF", {"x.gguf": b"GGUF"}, gguf={"architecture": "llama", "total": 10**12})
-    assert serve.main(["--model", "a/b-GGUF/x.gguf"]) == 2
-    assert "needs 2,000.00 GB of memory" in capsys.readouterr().err
-    assert not hub.sent["model.safetensors"] and not hub.sent["x.gguf"]
-
-
 def test_a_plan_reads_config_json_alone(hub, monkeypatch):
     config = json.loads(FILES["config.json"]) | {"num_hidden_layers": 7}
     files = FILES | {"config.json": json.dumps(config).encode()}
     commit = hub.add("a/b", files)
     settings = load_config("nano", {"model.path": "a/b"})
     text, fits = plan(settings, 1, None, "4090")
-    assert fits and text.startswith(f"a/b@{commit[:7]}: 0.01 GB to download, ")
+    assert fits and text.startswith(f"a/b@{commit[:7]}: 0.01 GB to download\n")
     assert set(hub.sent) == {"config.json"}
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    text, fits = plan(settings, 1, None, "4090")
-    assert not fits and ": too much" in text.splitlines()[0]
     hub.faults["/api/"] = 500, {}
-    assert "fails (HTTP 500)" in line(plan, settings, 1, None, "4090")
+    assert "127.0.0.1 failed: " in line(plan, settings, 1, None, "4090")
     text, fits = plan(load_config("nano", {"model.path": REPO}), 1, None, "h100")
     assert "planned with the sizes of the preset" in text and "8.19 B numbers" in text
     hub.faults.clear()
@@ -443,28 +320,3 @@ ranks.close()
     assert done.stdout.splitlines() == [f"{REPO}@{commit}"] * 2, done.stderr
     assert len([text for text in hub.requests if text.startswith("HEAD /Qwen")]) == len(FILES)
     assert len([text for text in hub.requests if text.startswith("GET /Qwen")]) == len(FILES)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_download_at_once_and_the_next_command_goes_on(hub, tmp_path):
-    weights = b"\0" * (64 << 20)
-    hub.add(REPO, FILES | {"model.safetensors": weights})
-    hub.slow_s = 0.05
-    code = "from nanorchestra.model.hub import local_model; print(local_model('Qwen/Qwen3-8B'))"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=environment(hub, tmp_path / "cache"),
-        stderr=subprocess.PIPE,
-    )
-    while not hub.sent["model.safetensors"]:
-        assert child.poll() is None, child.stderr.read()
-        time.sleep(0.01)
-    child.send_signal(signal.SIGINT)
-    start = time.monotonic()
-    child.communicate(timeout=10)
-    assert child.returncode == -signal.SIGINT and time.monotonic() - start < 2
-    hub.slow_s = 0
-    fetched = hub.sent["tokenizer.json"]
-    assert (local_model(REPO) / "model.safetensors").stat().st_size == len(weights)
-    assert hub.sent["tokenizer.json"] == fetched
-    assert not list((tmp_path / "cache").rglob("*.incomplete"))
