@@ -53,8 +53,8 @@ from nanorchestra.model.lora import save_adapter
 from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.schemas import Json
 from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.spending import Spending
 from nanorchestra.training.advantages import group_advantages
-from nanorchestra.training.bill import Bill
 from nanorchestra.training.build import (
     build_engine,
     build_rollout,
@@ -107,8 +107,8 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     # ---- Set-up: a world of tasks, the model in training, and an engine with a copy of its weights
 
-    bill = Bill.open(run.folder.path / "spent", ranks)
-    world = open_world(run.config.task, run.config.run.seed, sandbox, bill.spending)
+    spending = Spending.of_rank(run.folder.path / "spent", ranks.rank, ranks.world_size)
+    world = open_world(run.config.task, run.config.run.seed, sandbox, spending)
     run.with_steps(world.size("train"))  # grpo.epochs becomes grpo.steps
     config = run.with_model()  # a hub id gets its commit, once the model is on every node
     if config.model.path == DRAFT:  # config.toml keeps the word
@@ -169,7 +169,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         # or with LoRA the base.
         publish(config, model, engine, dtype)
         progress.before = evaluate(
-            run, world, held_out_player, rollout_ranks, bill, "before", own_reward
+            run, world, held_out_player, rollout_ranks, spending, "before", own_reward
         )
         run.begin_grpo()
         publish(config, model, engine, dtype)  # drops the KV pages, which a resumed run has not
@@ -185,7 +185,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         laps = Laps()
 
         # Rollout: grpo.group_size attempts at each of grpo.prompts tasks.
-        attempts = play_step(run, world, player, rollout_ranks, bill, step)
+        attempts = play_step(run, world, player, rollout_ranks, spending, step)
         laps.end("rollout")
 
         # Rewards and advantages, group by group.
@@ -265,7 +265,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             "filtered": {why: count / len(attempts.tasks) for why, count in left_out.items()},
             "retried": attempts.repeated,
             "rewritten": rewritten_share(attempts.trajectories),
-            "bill_usd": bill.total(ranks),
+            "bill_usd": spending.total(),
         }
         update = merge_updates(updates)
         run.record_first_group(attempts, skipped=update.get("skipped") == 1)
@@ -275,14 +275,14 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     # ---- Results
 
-    after = evaluate(run, world, held_out_player, rollout_ranks, bill, "after", own_reward)
+    after = evaluate(run, world, held_out_player, rollout_ranks, spending, "after", own_reward)
     path = run.folder.path
     save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=ranks.first)
     if config.lora.rank:
         save_adapter(model, path / "adapter", config.model.path, write=ranks.first)
     run.finish(
         {
-            "bill_usd": bill.total(ranks),
+            "bill_usd": spending.total(),
             "parameters": trainer.parameters(),
             "held_out": {
                 "tasks": config.evaluation.tasks,
@@ -314,7 +314,7 @@ def write_draft(run: TrainingRun, world: World) -> Path:
 
 
 def play_step(
-    run: TrainingRun, world: World, player: Rollout, ranks: Ranks, bill: Bill, step: int
+    run: TrainingRun, world: World, player: Rollout, ranks: Ranks, spending: Spending, step: int
 ) -> Attempts:
     """Plays the attempts of a step: a function of run.seed, the step and the engine's weights.
 
@@ -332,7 +332,7 @@ def play_step(
         seeds=seeds,
         environment_seeds=seeds,
         ranks=ranks,
-        bill=bill,
+        spending=spending,
         together=grpo.group_size,
     )
     require_most_worked(attempts.trajectories, step)
@@ -473,7 +473,7 @@ def evaluate(
     world: World,
     player: Rollout,
     ranks: Ranks,
-    bill: Bill,
+    spending: Spending,
     phase: str,
     own_reward: UserReward | None = None,
 ) -> Json:
@@ -481,7 +481,7 @@ def evaluate(
     tasks = run.config.evaluation.tasks
     with run.held_out_bar(-(-tasks // ranks.world_size), phase) as bar:
         player.on_done = lambda attempt: bar.update()
-        attempts = play_held_out(run.config, world, player, ranks, bill, own_reward)
+        attempts = play_held_out(run.config, world, player, ranks, spending, own_reward)
     run.record_attempts(phase, attempts.tasks, attempts.trajectories)
     return metrics.summarise(attempts.tasks, attempts.trajectories)
 
@@ -493,7 +493,7 @@ def evaluate_routers(
     summaries = {}
     if world.name == "miniature":
         for name, router in routers_of(world).items():
-            attempts = play_held_out(config, world, router, Ranks(), Bill(), own_reward)
+            attempts = play_held_out(config, world, router, Ranks(), Spending(), own_reward)
             summaries[name] = metrics.summarise(attempts.tasks, attempts.trajectories)
     return summaries
 
@@ -503,7 +503,7 @@ def play_held_out(
     world: World,
     player: Player,
     ranks: Ranks,
-    bill: Bill,
+    spending: Spending,
     own_reward: UserReward | None = None,
 ) -> Attempts:
     """Plays and scores one attempt at each held-out task, all with experts of the same seed."""
@@ -516,7 +516,7 @@ def play_held_out(
         seeds=evaluation_seeds(config.run.seed, tasks),
         environment_seeds=[config.run.seed] * tasks,
         ranks=ranks,
-        bill=bill,
+        spending=spending,
     )
     for task, attempt in zip(attempts.tasks, attempts.trajectories, strict=True):
         metrics.score(task, attempt, own_reward)

@@ -24,7 +24,7 @@ from nanorchestra.records import Trajectory
 from nanorchestra.report.page import write_report
 from nanorchestra.report.run import Run, to_toml
 from nanorchestra.settings import load_config
-from nanorchestra.training.bill import Bill
+from nanorchestra.tools.spending import Spending
 from nanorchestra.training.command import Stop
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import samples_in
@@ -427,7 +427,7 @@ def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(sandbox):
         seeds=seeds,
         environment_seeds=seeds,
         ranks=Ranks(),
-        bill=Bill(),
+        spending=Spending(),
     )
     statuses = [t.status for t in attempts.trajectories]
     assert statuses == ["answered"] * 4 + ["infrastructure"]
@@ -459,7 +459,7 @@ def test_a_rank_makes_the_environments_of_its_own_share_alone(sandbox):
         seeds=list(range(20)),
         environment_seeds=list(range(20)),
         ranks=SecondOfThree(1, 3),
-        bill=Bill(),
+        spending=Spending(),
         together=4,
     )
     assert [t.seed for t in attempts.trajectories] == list(range(8, 16))

@@ -30,9 +30,9 @@ class Spending:
     most: of all processes of the run. replies: what endpoints have said, which costs nothing again.
     file: where this process keeps what it has spent; what it says is counted from the start.
 
-    `limit` is this process's part of `most`. `bill` is what was spent, by payee. `refused` says
-    whether a call was refused, `broken` why the recorded replies do not do, "" if they do: either
-    ends a run.
+    `limit` is this process's part of `most`: what it has spent, and an equal part of what was left
+    when `bound` was called. `bill` is what was spent, by payee. `refused` says whether a call was
+    refused, `broken` why the recorded replies do not do, "" if they do: either ends a run.
 
     Invariant: `spent`, which counts an open call at its most, is never above `limit`. UserError if
     `most` is no limit.
@@ -42,11 +42,25 @@ class Spending:
         self, most: float = math.inf, replies: ReplyStore | None = None, file: Path | None = None
     ):
         self.most, self.limit, self.replies = math.inf, math.inf, replies
-        self.bound(most)
         self.spent, self.refused, self.broken = 0.0, False, ""
         self.bill: Counter[str] = Counter()
+        self.processes, self.others_usd = 1, 0.0  # what the other processes had spent at the start
         self._lock = threading.Lock()
         self.keep_in(file)
+        self.bound(most)
+
+    @classmethod
+    def of_rank(cls, folder: Path, rank: int, ranks: int) -> "Spending":
+        """Returns the spending of one of the ranks of a run; each keeps a file in `folder`.
+
+        Ranks of an earlier start, with no successor in this one, have spent what their files say.
+        """
+        spending = cls(file=folder / f"rank-{rank:05d}.json")
+        spending.processes = ranks
+        for file in _files_of_ranks(folder):
+            if file != spending.file:
+                spending.others_usd += read_spent(file)[0]
+        return spending
 
     def keep_in(self, file: Path | None) -> None:
         """Keeps what is spent in `file`, from what it says on; before the first call."""
@@ -59,17 +73,25 @@ class Spending:
         right = f"the limit max_usd is {most:g}; it must be US dollars, 0 or more"
         require(most >= 0, right)  # not so for NaN
         self.most = min(self.most, most)
-        self.limit = min(self.limit, self.most)
+        left = max(0.0, self.most - self.spent - self.others_usd)
+        self.limit = self.spent + left / self.processes
 
-    def divide(self, spent: list[float], before: float) -> None:
-        """Gives this process an equal part of what the run has left.
+    @property
+    def problem(self) -> str:
+        """Why a training run has to end: the limit, or a recorded reply; "" if it has not."""
+        if self.refused and not self.broken:
+            return (
+                f"max_usd of the catalogue is {self.most:g} US dollars, and a rank's part of what "
+                "is left does not pay for the next call; raise it, and go on with --resume"
+            )
+        return self.broken
 
-        `spent` is that of each process now, `before` what processes of an earlier start, with no
-        successor in this one, had spent.
-        """
-        left = max(0.0, self.most - sum(spent) - before)
-        with self._lock:
-            self.limit = self.spent + left / len(spent)
+    def total(self) -> dict[str, float]:
+        """Returns the US dollars that all ranks of the run have spent by payee, at any start."""
+        total = Counter()
+        for file in _files_of_ranks(self.file.parent):
+            total.update(read_spent(file)[1])
+        return dict(sorted(total.items()))
 
     def reserve(self, most_usd: float) -> bool:
         """Counts a call at its most; False if that is more than is left."""
@@ -180,6 +202,10 @@ class Spending:
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.file, json.dumps({"spent_usd": self.spent, "bill_usd": self.bill}))
+
+
+def _files_of_ranks(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rank-*.json"))
 
 
 def read_spent(file: Path) -> tuple[float, Counter[str]]:

@@ -10,7 +10,7 @@ from nanorchestra.agent.attempts import Player, play
 from nanorchestra.agent.world import Split, World
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
-from nanorchestra.training.bill import Bill
+from nanorchestra.tools.spending import Spending
 from nanorchestra.training.distributed import Ranks
 
 FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
@@ -44,7 +44,7 @@ def play_on_ranks(
     seeds: list[int],
     environment_seeds: list[int],
     ranks: Ranks,
-    bill: Bill,
+    spending: Spending,
     together: int = 1,
 ) -> Attempts:
     """Plays attempt i at task indices[i] of a split; every rank has all attempts.
@@ -55,7 +55,6 @@ def play_on_ranks(
     run has no dollars left.
     """
     started = time.monotonic()
-    bill.divide(ranks)
     share = -(-len(indices) // (ranks.world_size * together)) * together
     mine = range(len(indices))[share * ranks.rank : share * (ranks.rank + 1)]
     tasks = [world.task(split, indices[i]) for i in mine]
@@ -69,7 +68,8 @@ def play_on_ranks(
         attempts.tasks += part.tasks
         attempts.trajectories += part.trajectories
         attempts.repeated += part.repeated
-    bill.require_left(ranks)
+    problems = list(filter(None, ranks.all_gather(spending.problem)))
+    require(not problems, "".join(problems[:1]))
     attempts.seconds = time.monotonic() - started
     return attempts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -13,25 +14,16 @@ from nanorchestra.records import Trajectory
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
-from nanorchestra.training.bill import Bill
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.rollout import play_on_ranks
 
 
 def opened(folder, world, most):
-    """The bills of all ranks of a start."""
-    bills = []
-    for rank in range(world):
-        ranks = SimpleNamespace(rank=rank, world_size=world, all_gather=lambda value: [value])
-        bills.append(Bill.open(folder, ranks))
-        bills[-1].spending.bound(most)
-    return bills
-
-
-def divide(bills):
-    spent = [bill.spending.spent for bill in bills]
-    for bill in bills:
-        bill.divide(SimpleNamespace(all_gather=lambda value: spent))
+    """What each rank of a start may spend."""
+    ranks = [Spending.of_rank(folder, rank, world) for rank in range(world)]
+    for spending in ranks:
+        spending.bound(most)
+    return ranks
 
 
 @pytest.mark.slow
@@ -40,38 +32,35 @@ def test_no_run_spends_more_than_its_limit_over_ranks_kills_and_resumes(tmp_path
     for trial in range(30):
         most, paid, named = rng.uniform(0.1, 3), 0.0, 0.0
         for _ in range(4):  # starts, with any number of ranks
-            bills = opened(tmp_path / str(trial), rng.randint(1, 4), most)
-            total = sum(bill.spending.spent for bill in bills) + bills[0].before_usd
-            assert total == pytest.approx(paid + named), "what was spent is known at the start"
-            for _ in range(rng.randint(0, 3)):  # steps
-                divide(bills)
-                for _ in range(rng.randint(0, 12)):
-                    spending, bound = rng.choice(bills).spending, rng.uniform(0, 0.3)
-                    if spending.reserve(bound):
-                        if rng.random() < 0.1:
-                            named += bound  # killed during the call: it may have cost as much
-                        else:
-                            usd = rng.uniform(0, bound)
-                            spending.settle(bound, usd, "strong")
-                            paid += usd
-                assert paid + named <= most + 1e-9
+            ranks = opened(tmp_path / str(trial), rng.randint(1, 4), most)
+            for spending in ranks:
+                known = spending.spent + spending.others_usd
+                assert known == pytest.approx(paid + named), "what was spent is known at the start"
+            for _ in range(rng.randint(0, 36)):
+                spending, bound = rng.choice(ranks), rng.uniform(0, 0.3)
+                if spending.reserve(bound):
+                    if rng.random() < 0.1:
+                        named += bound  # killed during the call: it may have cost as much
+                    else:
+                        usd = rng.uniform(0, bound)
+                        spending.settle(bound, usd, "strong")
+                        paid += usd
+            assert paid + named <= most + 1e-9
+            assert ranks[0].total().get("strong", 0.0) == pytest.approx(paid)
     assert paid + named > 0.5 * most, "the money is used"
 
 
 def test_the_bill_names_who_was_paid_and_outlives_the_process(tmp_path):
-    (bill,) = opened(tmp_path, 1, 1.0)
-    divide([bill])
-    spending = bill.spending
+    (spending,) = opened(tmp_path, 1, 1.0)
     spending.pay(Reply, 0.5, lambda reply: 0.2, "gpt-5")
     spending.pay(Reply, 0.5, lambda reply: 0.1, "judge")
     with pytest.raises(RuntimeError):
         spending.pay(lambda: (_ for _ in ()).throw(RuntimeError()), 0.5, None, "gpt-5")
     with pytest.raises(EndpointError, match="more than the run has left"):
         spending.pay(Reply, 0.8, None, "big")
-    with pytest.raises(UserError, match="max_usd of the catalogue is 1 US dollars.*--resume"):
-        bill.require_left(Ranks())
+    assert re.match("max_usd of the catalogue is 1 US dollars.*--resume", spending.problem)
     (again,) = opened(tmp_path, 1, 1.0)
-    assert again.total(Ranks()) == pytest.approx({"gpt-5": 0.2, "judge": 0.1})
+    assert again.total() == pytest.approx({"gpt-5": 0.2, "judge": 0.1})
 
 
 @pytest.mark.parametrize("most", [-1.0, float("nan")])
@@ -83,37 +72,46 @@ def test_a_limit_that_is_none_is_refused(most):
 
 
 def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path):
-    (bill,) = opened(tmp_path, 1, 0.5)
+    (spending,) = opened(tmp_path, 1, 0.5)
 
     def run(environments, seeds):
         for _ in environments:
             with suppress(EndpointError):
-                bill.spending.pay(Reply, 0.2, lambda reply: 0.2, "strong")
+                spending.pay(Reply, 0.2, lambda reply: 0.2, "strong")
         return [Trajectory("t", seed) for seed in seeds]
 
     world = SimpleNamespace(task=lambda *place: "task", environment=lambda *start: "environment")
 
     def play(seeds):
         player = SimpleNamespace(run=run)
-        options = {"seeds": seeds, "environment_seeds": seeds, "ranks": Ranks(), "bill": bill}
+        options = {
+            "seeds": seeds,
+            "environment_seeds": seeds,
+            "ranks": Ranks(),
+            "spending": spending,
+        }
         return play_on_ranks(player, world, "train", seeds, **options)
 
     assert [t.seed for t in play([1, 2]).trajectories] == [1, 2]
     with pytest.raises(UserError, match="raise it, and go on with --resume"):
         play([3])
-    assert bill.spending.spent == pytest.approx(0.4)
+    assert spending.spent == pytest.approx(0.4)
 
 
 def test_a_reply_that_is_not_recorded_ends_the_run_on_every_rank(tmp_path):
-    bills = opened(tmp_path, 2, 1.0)
-    bills[1].spending.broken = "replay: no reply is recorded to big"
-    everywhere = SimpleNamespace(all_gather=lambda _: [bill.spending.broken for bill in bills])
-    for bill in bills:
-        with pytest.raises(UserError, match="no reply is recorded to big"):
-            bill.require_left(everywhere)
+    spending = Spending.of_rank(tmp_path, 0, 2)
+    world = SimpleNamespace(task=lambda *place: "task", environment=lambda *start: "environment")
+    player = SimpleNamespace(run=lambda environments, seeds: [])
+
+    class FirstOfTwo(Ranks):
+        def all_gather(self, value):
+            return [value, "replay: no reply is recorded to big" if value == "" else value]
+
+    options = {"seeds": [], "environment_seeds": [], "ranks": FirstOfTwo(0, 2)}
+    with pytest.raises(UserError, match="no reply is recorded to big"):
+        play_on_ranks(player, world, "train", [], spending=spending, **options)
 
 
 def test_a_run_without_a_limit_is_never_refused(tmp_path):
-    (bill,) = opened(tmp_path, 1, float("inf"))
-    divide([bill])
-    assert bill.spending.reserve(1e9) and Spending().reserve(1e9)
+    (spending,) = opened(tmp_path, 1, float("inf"))
+    assert spending.reserve(1e9) and Spending().reserve(1e9)
