@@ -68,14 +68,13 @@ class Form:
 class Guide:
     """A form, and where a turn stands in it: each request takes a copy of SamplingParams.guide.
 
-    `matcher`: the grammar of the form, compiled before. UserError if a schema is wrong. So do
-    `allowed` and `advance` raise it if they meet a limit of llguidance, or if the masks of this
-    guide and its copies take too long.
+    UserError if a schema is wrong. So do `allowed` and `advance` raise it if they meet a limit of
+    llguidance, or if the masks of this guide and its copies take too long.
     """
 
-    def __init__(self, tokenizer: Tokenizer, form: Form, matcher: LLMatcher | None = None):
+    def __init__(self, tokenizer: Tokenizer, form: Form):
         self.tokenizer, self.free = tokenizer, form.free
-        self._matcher = matcher or _compiled(tokenizer, form.grammar(tokenizer))
+        self._matcher = _compiled(tokenizer, form.grammar(tokenizer))
         self.holds, self._spent = not self.free, Spent()
 
     def copy(self) -> Guide:
@@ -134,21 +133,17 @@ class Spent:
 
 
 @cache
-def llguidance_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
+def _llguidance_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
     """Returns llguidance's form of a tokenizer, built once."""
     backend, size = tokenizer.backend.to_str(), tokenizer.vocab_size
     return LLTokenizer(backend, n_vocab=size, eos_token=tokenizer.im_end)
 
 
 @lru_cache(CACHED)
-def _compiled(tokenizer, lark) -> LLMatcher:
-    return compile_grammar(llguidance_tokenizer(tokenizer), lark)
-
-
-def compile_grammar(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
+def _compiled(tokenizer: Tokenizer, lark: str) -> LLMatcher:
     """Returns what follows a grammar. UserError if it is wrong, or if no text can begin it."""
     grammar, limits = LLMatcher.grammar_from_lark(lark), LLParserLimits(**LIMITS)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    matcher = LLMatcher(_llguidance_tokenizer(tokenizer), grammar, log_level=0, limits=limits)
     matcher.compute_logit_bias()
     if matcher.is_error():
         raise UserError(problem_of(matcher))

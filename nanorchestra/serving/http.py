@@ -24,7 +24,6 @@ from starlette.routing import Route
 from starlette.types import Send
 
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.engine.guide import Guide
 from nanorchestra.engine.sequence import Limits
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
@@ -197,7 +196,6 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(DRAIN_S, self.service.end)
         await super().shutdown(sockets)
         self.service.close()
-        self.grammars.close()
 
     def _metrics(self, request) -> Response:
         engine = self.service.engine
@@ -250,8 +248,7 @@ class Server(uvicorn.Server):
             return body, orchestrated(self.service, self.rollout, self.make_environment, body)
         tokenizer, guide = self.rollout.tokenizer, None
         if (held := form_of(body)) is not None:
-            lark = await loop.run_in_executor(thread, held.grammar, tokenizer)
-            guide = Guide(tokenizer, held, await self.grammars.compiled(lark))
+            guide = await self.grammars.guide(held)
         choices = as_choices(body, prompts, guide)
         return body, sampled(self.service, tokenizer, body, choices)
 

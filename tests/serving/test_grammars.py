@@ -1,4 +1,4 @@
-"""Grammars of clients: bounded, compiled once, and none that fails keeps the next one out."""
+"""Grammars of clients: what could be compiled without an end is refused before, the rest waits."""
 
 from __future__ import annotations
 
@@ -12,62 +12,72 @@ from nanorchestra.engine.guide import Form
 from nanorchestra.errors import UserError
 from nanorchestra.serving import grammars
 
+PATTERNS = [{"type": "string", "pattern": f"(.*{chr(97 + i)}.*){{1}}"} for i in range(20)]
+SIBLINGS, LINKED, NESTED = {}, {"$ref": "#/$defs/0", "$defs": {}}, {"type": "string"}
+for i, pattern in enumerate(PATTERNS):
+    SIBLINGS = pattern | ({"anyOf": [SIBLINGS]} if SIBLINGS else {})
+    LINKED["$defs"][str(i)] = pattern | ({"$ref": f"#/$defs/{i + 1}"} if i < 19 else {})
+    inner = {"properties": {"a": NESTED}, "patternProperties": {"^a$": pattern}}
+    NESTED = {"type": "object"} | inner
+HOSTILE = [
+    {"allOf": PATTERNS},
+    SIBLINGS,
+    LINKED,
+    NESTED,
+    {"allOf": [{"type": "integer", "multipleOf": p} for p in (7, 11, 13, 17, 19, 23, 29)]},
+    {"type": "integer", "multipleOf": 2_000_003},
+    {"type": "number", "multipleOf": 12345.678},
+]
+SLOW = [  # compiled, or refused by llguidance, within seconds
+    {"allOf": PATTERNS[:12]},
+    {"const": "x" * 100_000},
+    {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}},
+]
+INNOCENT = [
+    {"const": 1},
+    {"type": "object", "properties": {f"p{i}": PATTERNS[i] for i in range(20)}},
+    {"anyOf": [{"type": "number", "multipleOf": 0.01}, {"type": "integer", "multipleOf": 60}]},
+]
+
 
 @pytest.fixture
-def compiled(nano_tokenizer):
-    """compiled(*schemas) compiles all at once: a matcher, or the error, of each, and seconds."""
-    made = grammars.Grammars(nano_tokenizer)
+def guides(nano_tokenizer):
+    """guides(*schemas) compiles all at once: a guide, or the error, of each, and seconds."""
 
     def run(*schemas):
-        texts = [Form([], schema, thinks=False).grammar(nano_tokenizer) for schema in schemas]
+        made = grammars.Grammars(nano_tokenizer)
+        forms = [Form([], schema, thinks=False) for schema in schemas]
 
         async def main():
-            return await asyncio.gather(*map(made.compiled, texts), return_exceptions=True)
+            return await asyncio.gather(*map(made.guide, forms), return_exceptions=True)
 
         start = time.monotonic()
         return asyncio.run(main()), time.monotonic() - start
 
-    run.of = made
-    yield run
-    made.close()
+    return run
 
 
-def test_equal_grammars_are_compiled_once_and_refused_ones_are_kept_too(compiled):
-    good, bad = {"const": 1}, {"type": "nothing"}
-    (first, second, error, again), _ = compiled(good, good, bad, bad)
-    assert first is second and str(error) == str(again) and "nothing" in str(error)
-    worker = compiled.of._worker
-    compiled.of._worker = None  # nothing is asked again
-    assert compiled(good, bad)[0][0] is first
-    compiled.of._worker = worker
+def test_what_could_be_compiled_without_an_end_is_refused_at_once(guides):
+    """Minutes and gigabytes without the check."""
+    errors, seconds = guides(*HOSTILE)
+    assert [type(error) for error in errors] == [UserError] * len(HOSTILE)
+    assert all("at most can be enforced" in str(error) for error in errors) and seconds < 0.1
 
 
-def test_a_worker_that_dies_is_replaced(compiled):
-    compiled({"const": 1})
-    compiled.of._worker.kill()
-    compiled.of._worker.wait()
-    (matcher,), _ = compiled({"const": 2})
-    assert not isinstance(matcher, Exception)
+def test_what_is_innocent_is_compiled_beside_what_is_slow(guides):
+    results, seconds = guides(*SLOW, *INNOCENT, *HOSTILE)
+    innocent = results[len(SLOW) : len(SLOW) + len(INNOCENT)]
+    assert not [each for each in innocent if isinstance(each, Exception)] and seconds < 20
+    wrong, _ = guides({"type": "nothing"})
+    assert "nothing" in str(wrong[0])
 
 
-def test_many_at_once_are_refused_and_what_is_kept_is_bounded(compiled, monkeypatch):
+def test_too_many_at_once_and_one_that_does_not_end_are_refused(guides, monkeypatch):
     monkeypatch.setattr(grammars, "WAITING", 3)
-    monkeypatch.setattr(grammars, "KEPT", 2)
-    results, _ = compiled(*({"const": i} for i in range(6)))
-    refused = [r for r in results if isinstance(r, HTTPException)]
-    assert len(refused) == 3 and {r.status_code for r in refused} == {429}
-    assert len(compiled.of._kept) == 2
-
-
-@pytest.mark.slow
-def test_costly_grammars_end_at_their_limit_and_the_next_is_compiled(compiled):
-    """Half a minute, gigabytes and 100,000 states without limits."""
-    patterns = [{"type": "string", "pattern": f"(.*{chr(97 + i)}.*){{1}}"} for i in range(20)]
-    numbers = [{"type": "integer", "multipleOf": p} for p in (7, 11, 13, 17, 19, 23, 29)]
-    costly = [{"allOf": patterns}, {"allOf": numbers}, {"const": "x" * 100_000}]
-    properties = {f"p{i}": {"type": "integer"} for i in range(3000)}
-    costly.append({"type": "object", "properties": properties})
-    (*errors, good), _ = compiled(*costly, {"const": 1})
-    assert [type(error) for error in errors] == [UserError] * 4
-    assert all(str(error).startswith("schema: ") for error in errors)
-    assert not isinstance(good, Exception)
+    results, _ = guides(*({"const": i} for i in range(6)))
+    refused = [each for each in results if isinstance(each, HTTPException)]
+    assert len(refused) == 3 and {each.status_code for each in refused} == {429}
+    monkeypatch.setattr(grammars, "COMPILE_S", 0.2)
+    monkeypatch.setattr(grammars, "Guide", lambda *_: time.sleep(2))
+    (late, later), seconds = guides({"const": 1}, {"const": 2})
+    assert "more than 0.2 s to compile" in str(late) == str(later) and seconds < 1

@@ -126,12 +126,12 @@ BAD = {
     "a costly schema": (
         CHAT,
         json.dumps(chat_body(response_format=form(COSTLY))),
-        "schema: it takes",
+        "schema: it has 20 patterns",
     ),
     "a schema of much memory": (
         CHAT,
         json.dumps(chat_body(response_format=form(LARGE))),
-        "schema: it ",
+        "schema: multipleOf: 100,000 at most",
     ),
     "a schema of many properties": (
         CHAT,
