@@ -29,6 +29,36 @@ def test_a_user_error_is_a_line_and_status_2(capsys):
     assert main([]) == 2 and capsys.readouterr().err == "prog: n is 3\n"
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "torch.empty(1 << 40)",
+        "mmap.mmap(-1, 1 << 40)",
+        "bytearray(1 << 40)",
+        "[threading.Thread(target=time.sleep, args=[9], daemon=True).start() for _ in range(999)]",
+    ],
+)
+def test_no_memory_is_a_line_and_status_1(failure):
+    program = f"""
+import mmap, resource, sys, threading, time
+import torch
+from nanorchestra.errors import command
+
+@command("prog")
+def main(arguments):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28),) * 2)
+    {failure}
+
+sys.exit(main([]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(
+        "prog: no memory is left, or a limit such as ulimit -v is too low"
+    )
+
+
 PROGRAM = """
 import sys, time
 from nanorchestra.errors import command, end_on_interrupt
