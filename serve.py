@@ -285,7 +285,7 @@ def local_rollout(
     rollout = load_rollout(
         model,
         limits,
-        sampling | {"stop_repeats": True},
+        sampling,
         running,
         options.quantise,
         chats=not (options.tools or options.index or options.mcp),

@@ -176,7 +176,7 @@ def test_an_answer_has_one_line_and_what_is_none_is_text(talk):
         seen = [line.split()[0] for line in out().splitlines() if line[2:3].strip()]
         assert seen == ["think", *labels.split(), "cost"], out()
         assert out().count("  answer ") == 1 and ("answer none" in out()) == (len(script) == 1)
-        assert ("says the same again and again" in out()) == (finish == "length")
+        assert ("a turn was longer than" in out()) == (finish == "length")
         replayed = Console(io.StringIO())
         replay(from_row(terminal.last)[1], terminal.rollout.tokenizer, replayed.on_event)
         replayed.rest()

@@ -275,9 +275,7 @@ class Terminal:
             last = t.turns[-1] if t.turns else None
             if last is None or len(t.ids) - last.context >= limits.context_tokens:
                 return "the context is full; /reset begins anew"
-            if last.end - last.start >= limits.turn_tokens:
-                return f"a turn was longer than {limits.turn_tokens} tokens"
-            return "the model says the same again and again"
+            return f"a turn was longer than {limits.turn_tokens} tokens"
         if t.status == "user_limit":
             usd, seconds = preference.usd, preference.seconds
             stated = [f"${usd:g}"] if usd is not None else []

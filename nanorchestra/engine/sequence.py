@@ -27,9 +27,6 @@ TopLogprobs = list[tuple[int, float]]  # the most probable (id, log-probability)
 GREEDY_BELOW = 1e-5  # temperature
 LARGEST_FLOAT32 = 3.4e38
 MOST_TOP_LOGPROBS = 20
-REPEATED = 512  # ids at the end of a text that repeat a piece of it
-LONGEST_PIECE = 128  # ids
-LOOKED_AT_EVERY = 64  # ids
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,6 @@ class SamplingParams:
     seed: int = 0  # the noise is a function of (seed, position): equal prompts need other seeds
     stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the end-of-text ids
     ignore_eos: bool = False  # go on past the end-of-text ids
-    stop_repeats: bool = False  # end a text that says one thing again and again, as "length"
     top_logprobs: int = 0  # reports so many of the most probable ids of each draw
     guide: Guide | None = None  # holds calls, or the answer, to a form
 
@@ -155,8 +151,8 @@ class Completion:
     token_ids are all sampled ids, a stop id included. logprobs and weight_versions have one entry
     for each: its log-probability under the distribution it was drawn from, and the version of the
     weights that drew it. cached_tokens: prompt tokens whose KV did not have to be computed. text:
-    the ids decoded without special tokens. finish_reason: "stop" (a stop id), "length" (a limit, or
-    `stop_repeats`), "abort", or "error" (`Request.error` says which).
+    the ids decoded without special tokens. finish_reason: "stop" (a stop id), "length" (a limit),
+    "abort", or "error" (`Request.error` says which).
     """
 
     prompt_tokens: int
@@ -239,16 +235,7 @@ class Request:
             self.guide.advance(token)
         if token in self.stop_ids:
             return "stop"
-        return "length" if len(self.ids) >= self.limit or self._repeats() else ""
-
-    def _repeats(self) -> bool:
-        """Whether the text is to end because its last REPEATED ids repeat one piece."""
-        sampled = len(self.logprobs)
-        looks = self.params.stop_repeats and sampled >= REPEATED and sampled % LOOKED_AT_EVERY == 0
-        if not looks:
-            return False
-        last = self.ids[-REPEATED:]
-        return any(last[piece:] == last[:-piece] for piece in range(1, LONGEST_PIECE + 1))
+        return "length" if len(self.ids) >= self.limit else ""
 
     def finish(
         self, reason: str, tokenizer: Tokenizer | None, error: Exception | None = None

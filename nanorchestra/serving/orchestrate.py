@@ -73,7 +73,7 @@ class ServedAttempt:
             return OrchestratorConversation(self.service, served.price, prompt)
 
         def params(seed, max_tokens):
-            return SamplingParams(max_tokens, seed=seed, stop_repeats=True, **sampling)
+            return SamplingParams(max_tokens, seed=seed, **sampling)
 
         served.open, served.params = open_conversation, params
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanorchestra.engine.sequence import Limits, Request, SamplingParams, Sequence
+from nanorchestra.engine.sequence import Limits, SamplingParams
 from nanorchestra.errors import UserError
 
 LIMITS = Limits(vocab_size=97, context=64, pool=48)
@@ -56,24 +56,3 @@ def test_lengths_are_limited_by_context_and_pool():
     ):
         with pytest.raises(UserError, match=says):
             LIMITS.check_length(count, sampled)
-
-
-def sampled_until_it_ends(piece, **params):
-    """How many ids of a piece that is sampled again and again a request takes, of 1,000 at most."""
-    request = Request(0, Sequence([1, 2, 3]), SamplingParams(**params), limit=10**6)
-    for count in range(1, 1001):
-        reason = request.accept(piece[(count - 1) % len(piece)], 0.0)
-        if reason:
-            assert reason == "length"
-            return count
-    return None
-
-
-def test_a_text_that_says_one_thing_again_and_again_may_end():
-    for length in (1, 5, 128):
-        piece = list(range(length))
-        assert sampled_until_it_ends(piece, stop_repeats=True) in (512, 576)
-        assert sampled_until_it_ends(piece) is None
-    assert sampled_until_it_ends(list(range(129)), stop_repeats=True) is None
-    counted = [i // 2 if i % 2 else 7 for i in range(1000)]  # "7 0 7 1 7 2": alike, not the same
-    assert sampled_until_it_ends(counted, stop_repeats=True) is None
