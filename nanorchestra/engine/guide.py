@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -26,7 +25,6 @@ from nanorchestra.schemas import Json
 CACHED = 32  # compiled grammars
 # A state of the lexer takes one or two kilobytes.
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
-MASKS_S, MASK_S = 2.0, 0.02  # CPU time that all masks of a guide may take, and a mask on average
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,13 @@ class Guide:
     """A form, and where a turn stands in it: each request takes a copy of SamplingParams.guide.
 
     UserError if a schema is wrong. So do `allowed` and `advance` raise it if they meet a limit of
-    llguidance, or if the masks of this guide and its copies take too long.
+    llguidance.
     """
 
     def __init__(self, tokenizer: Tokenizer, form: Form):
         self.tokenizer, self.free = tokenizer, form.free
         self._matcher = _compiled(tokenizer, form.grammar(tokenizer))
-        self.holds, self._spent = not self.free, Spent()
+        self.holds = not self.free
 
     def copy(self) -> Guide:
         """Returns the guide of one turn, at its beginning."""
@@ -109,27 +107,10 @@ class Guide:
         """
         if not self.holds:
             return None
-        start = time.thread_time()
         mask = self._matcher.compute_logit_bias()
         if self._matcher.is_error():
             raise UserError(problem_of(self._matcher))
-        self._spent.add(time.thread_time() - start)
         return np.frombuffer(mask, np.uint8) > 0
-
-
-class Spent:
-    """CPU seconds of the masks of a guide and its copies. `add` raises UserError beyond a limit."""
-
-    def __init__(self) -> None:
-        self.seconds, self.masks = 0.0, 0
-
-    def add(self, seconds: float) -> None:
-        """Counts a mask."""
-        self.seconds += seconds
-        self.masks += 1
-        if self.seconds > MASKS_S + MASK_S * self.masks:
-            mean = 1e3 * self.seconds / self.masks
-            raise UserError(f"schema: it takes too long to enforce, {mean:.0f} ms a token")
 
 
 @cache
