@@ -127,10 +127,7 @@ def _forward(hidden, weight, targets, temperature, vocab) -> tuple[Tensor, Tenso
     entropy = logprobs.new_empty(tokens)
     logsumexp = logprobs.new_empty(tokens)
 
-    def scratch(size, alignment, stream):
-        return torch.empty(size, dtype=torch.int8, device=hidden.device)
-
-    triton.set_allocator(scratch)  # for the tensor descriptors of launches from this thread
+    triton.set_allocator(_scratch(hidden.device))  # for the descriptors of this thread's launches
     _logprob_chunks[(triton.cdiv(tokens, tile["BLOCK_T"]) * chunks,)](
         hidden,
         weight,
@@ -157,6 +154,11 @@ def _forward(hidden, weight, targets, temperature, vocab) -> tuple[Tensor, Tenso
         tile["BLOCK_V"],
     )
     return logprobs, entropy, logsumexp
+
+
+def _scratch(device):
+    """Returns an allocator. Triton keeps it, so it holds the device alone and no tensor."""
+    return lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=TOKENS)

@@ -1,6 +1,7 @@
 """Fused linear log-probabilities: against float64, and what they promise about memory and bits."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -60,6 +61,15 @@ def test_large_logits(generator):
     weight = ((100 + 4 * randn(generator, 90, 16)) * 8).round() / 8
     data = torch.eye(16, device=DEVICE), weight, torch.arange(16, device=DEVICE)
     assert_exact(linear_logprob(*data, 1.0, 90), exact(*data, 1.0, 90))
+
+
+def test_no_call_keeps_its_hidden_states(generator):
+    """Triton keeps the allocator of the last call; a whole graph hung on it once."""
+    hidden, weight, targets = problem(generator, 5, 32, 64, 40)
+    kept = weakref.ref(hidden)
+    linear_logprob(hidden, weight, targets, 1.0, 40)
+    del hidden
+    assert kept() is None
 
 
 def test_rows_beyond_the_vocabulary_do_not_count(generator):
