@@ -10,9 +10,8 @@ def segment_attention(segments, q, k, v):
     outputs, seen = [], {}
     for segment in segments:
         own = list(range(segment.start, segment.start + segment.length))
-        prefix = list(range(segment.prefix_start, segment.prefix_start + segment.prefix_length))
-        seen[segment.start] = seen[segment.prefix_start] + prefix if prefix else []
-        ids = seen[segment.start] + own
+        ids = own if segment.prefix is None else seen[segment.prefix] + own
+        seen[segment.start] = ids
         keys, values = (x[ids].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q[own], keys) * q.shape[-1] ** -0.5
         future = torch.ones_like(scores).triu(len(ids) - len(own) + 1).bool()

@@ -178,14 +178,13 @@ class GatheredAttention:
 class Segment:
     """Tokens start .. start + length of a pack, and the prefix that they see before themselves.
 
-    prefix_start is the start of an earlier segment: the prefix is that segment, or its first
-    tokens. What that segment sees is seen as well.
+    prefix is the start of an earlier segment, None without one. What that segment sees is seen as
+    well.
     """
 
     start: int
     length: int
-    prefix_start: int = 0
-    prefix_length: int = 0
+    prefix: int | None = None
 
 
 class PackedAttention:
@@ -222,30 +221,18 @@ class PackedAttention:
 
 
 def segment_spans(segments: Sequence[Segment]) -> list[Span]:
-    """Returns the spans of each segment in turn: one for each of its prefixes, then its own.
-
-    ValueError for a prefix that is neither an earlier segment nor its first tokens.
-    """
+    """Returns the spans of each segment in turn: one for each of its prefixes, then its own."""
     spans = []
-    lengths = {}  # start of a segment -> its length
-    ranges_of = {}  # start of a segment -> the ranges of keys that it sees before itself
+    ranges_of = {}  # start of a segment -> the ranges of keys that it sees, its own last
     for segment in segments:
         start, end = segment.start, segment.start + segment.length
         ranges = []
-        if segment.prefix_length:
-            prefix_start = segment.prefix_start
-            if segment.prefix_length > lengths.get(prefix_start, 0):
-                raise ValueError(
-                    f"{segment}: the prefix is neither an earlier segment nor its first tokens; "
-                    f"starts and lengths of those before it: {lengths}"
-                )
-            prefix_end = prefix_start + segment.prefix_length
-            ranges = [*ranges_of[prefix_start], (prefix_start, prefix_end)]
-        lengths[start] = segment.length
+        if segment.prefix is not None:
+            ranges += ranges_of[segment.prefix]
+        ranges.append((start, end))
         ranges_of[start] = ranges
         for key_start, key_end in ranges:
             spans.append(Span(start, end, key_start, key_end))
-        spans.append(Span(start, end, start, end))
     return spans
 
 

@@ -176,15 +176,15 @@ def _lay_as_tree(sequences: list[list[int]]) -> _Layout:
         for branch in branches.values():
             ids = commonprefix([sequences[i] for i in branch])[depth:]
             start = len(layout.tokens)
-            layout.segments.append(Segment(start, len(ids), *prefix))
+            layout.segments.append(Segment(start, len(ids), prefix))
             layout.tokens.extend(ids)
             layout.positions.extend(range(depth, depth + len(ids)))
             for i in branch:
                 layout.places[i].extend(range(start, start + len(ids)))
             if len(branch) > 1:
-                lay(branch, depth + len(ids), (start, len(ids)))
+                lay(branch, depth + len(ids), start)
 
-    lay(range(len(sequences)), 0, ())
+    lay(range(len(sequences)), 0, None)
     return layout
 
 
