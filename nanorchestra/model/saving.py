@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -53,7 +54,11 @@ def _write_shards(directory, tensors) -> None:
     total = 0
     for number, shard in enumerate(_shards(tensors), 1):
         file = f"model-{number:05d}.safetensors"
-        save_file(shard, directory / file, {"format": "pt"})
+        try:
+            save_file(shard, directory / file, {"format": "pt"})
+        except SafetensorError as error:  # a full disk, for replace_directory to tell
+            raise OSError(str(error)) from error
+        (directory / file).chmod(0o644)  # save_file lets its owner alone read it
         weight_map |= dict.fromkeys(shard, file)
         total += sum(tensor.nbytes for tensor in shard.values())
     if number == 1:
