@@ -48,12 +48,12 @@ class FourBit:
 
 
 def decompressed(
-    names: Collection[str], read: Callable[[str], Tensor], group: int, source: str
+    names: Collection[str], read: Callable[[str], Tensor], source: str
 ) -> Iterator[tuple[str, Tensor | FourBit]]:
     """Yields (name, tensor) of a checkpoint of AutoAWQ; what it did not convert comes as it is.
 
-    names: of all tensors, which `read` gives. group: columns that share a scale, 0: a whole row.
-    UserError, which names the `source`, for parts that are missing or do not fit.
+    names: of all tensors, which `read` gives. UserError, which names the `source`, for a part that
+    is missing.
     """
     for name in names:
         module, _, field = name.rpartition(".")
@@ -61,36 +61,10 @@ def decompressed(
         if field not in ("qweight", "qzeros", "scales") or not converted:
             yield name, read(name)
         elif field == "qweight":
-            parts = {}
-            for field in ("qweight", "qzeros", "scales"):
-                part = f"{module}.{field}"
+            for part in (f"{module}.qzeros", f"{module}.scales"):
                 require(part in names, f"{source}: {part} is missing beside {name}")
-                parts[part] = read(part)
-            matrix = _awq_matrix(*parts.values(), group)
-            stored = {part: f"{x.dtype} {list(x.shape)}" for part, x in parts.items()}
-            groups = f"groups of {group} rows" if group else "one group of rows"
-            require(
-                matrix, f"{source}: the parts do not fit ({groups}, 8 columns a word): {stored}"
-            )
-            yield f"{module}.weight", matrix
-
-
-def _awq_matrix(qweight, qzeros, scales, group) -> FourBit | None:
-    """Returns the matrix, or None if the parts do not fit."""
-    if any(part.dim() != 2 for part in (qweight, qzeros, scales)):
-        return None
-    columns, words = qweight.shape
-    if columns == 0:
-        return None
-    groups, rest = divmod(columns, group or columns)
-    fits = (
-        rest == 0
-        and qweight.dtype == qzeros.dtype == torch.int32
-        and scales.dtype == torch.float16
-        and qzeros.shape == (groups, words)
-        and scales.shape == (groups, 8 * words)
-    )
-    return FourBit(_awq_values(qweight), _awq_values(qzeros), scales.T) if fits else None
+            q, zeros = _awq_values(read(name)), _awq_values(read(f"{module}.qzeros"))
+            yield f"{module}.weight", FourBit(q, zeros, read(f"{module}.scales").T)
 
 
 def _awq_values(words: Tensor) -> Tensor:

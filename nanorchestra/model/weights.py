@@ -284,11 +284,10 @@ def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | Fou
     def read(name):
         return shards[name].get_tensor(name)
 
-    group = stored_group(path)
-    if group is None:
+    if stored_group(path) is None:
         tensors = ((name, read(name)) for name in shards)
     else:
-        tensors = decompressed(shards, read, group, str(path))
+        tensors = decompressed(shards, read, str(path))
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq"):
             continue

@@ -138,7 +138,6 @@ def test_logits_of_an_awq_checkpoint_are_those_of_transformers_with_its_weights(
         ({"bits": 3}, "quantization_config.bits = 3: expected 4"),
         ({"bits": None}, "quantization_config.bits = None: expected 4"),
         ({"zero_point": False}, "quantization_config.zero_point = False: expected true"),
-        ({"group_size": 64}, "the parts do not fit (groups of 64 rows"),
         ({"version": "GEMM", "format": "gemm"}, None),
     ],
 )
@@ -157,26 +156,11 @@ def test_another_form_of_awq_is_refused_in_one_line(directory, change, words):
     assert message.startswith(str(directory)) and words in message and "\n" not in message
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"qzeros": None}, "somewhere: a.qzeros is missing beside a.qweight"),
-        ({"scales": None}, "somewhere: a.scales is missing beside a.qweight"),
-        ({"scales": torch.ones(3, 64).half()}, "the parts do not fit (groups of 32 rows"),
-        ({"scales": torch.ones(2, 64)}, "'a.scales': 'torch.float32 [2, 64]'"),
-        ({"qzeros": torch.zeros(2, 9, dtype=torch.int32)}, "do not fit"),
-        ({"qweight": torch.zeros(60, 8, dtype=torch.int32)}, "'a.qweight': 'torch.int32 [60, 8]'"),
-        ({"qweight": torch.zeros(64, dtype=torch.int32)}, "do not fit"),
-        ({"qweight": torch.zeros(0, 8, dtype=torch.int32)}, "do not fit"),
-        ({"qweight": torch.zeros(64, 8)}, "do not fit"),
-    ],
-)
-def test_parts_of_awq_that_do_not_fit_are_refused_in_one_line(change, words):
-    parts = awq(torch.randn(64, 64), 32)[0] | change
-    stored = {f"a.{part}": x for part, x in parts.items() if x is not None}
-    with pytest.raises(UserError) as refusal:
-        dict(decompressed(stored, stored.__getitem__, 32, "somewhere"))
-    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+def test_a_missing_part_of_awq_is_refused_in_one_line():
+    stored = {f"a.{part}": x for part, x in awq(torch.randn(64, 64), 32)[0].items()}
+    del stored["a.qzeros"]
+    with pytest.raises(UserError, match="^somewhere: a.qzeros is missing beside a.qweight$"):
+        dict(decompressed(stored, stored.__getitem__, "somewhere"))
 
 
 def test_an_awq_matrix_of_another_shape_than_the_models_is_refused(directory):
