@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import reprlib
 import shutil
 import sys
 import threading
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import UserError
 
 
 def read_json(path: str | Path) -> Any:
@@ -23,18 +22,6 @@ def read_json(path: str | Path) -> Any:
         return json.loads(read_text(path))
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error}); is the file whole?") from None
-    except RecursionError:
-        raise UserError(f"{path}: not JSON that can be read: it is nested too deep") from None
-
-
-def read_object(path: str | Path) -> dict[str, Any]:
-    """Returns the JSON object of a file. UserError."""
-    value = read_json(path)
-    require(
-        isinstance(value, dict),
-        f"{path}: holds {reprlib.repr(value)}; expected a JSON object",
-    )
-    return value
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -62,7 +49,7 @@ def read_json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
             if line.strip():
                 try:
                     yield number, json.loads(line)
-                except (ValueError, RecursionError) as error:
+                except ValueError as error:
                     raise UserError(f"{path}, line {number}: not JSON ({error})") from None
 
 

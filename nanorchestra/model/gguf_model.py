@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nanorchestra.errors import require
-from nanorchestra.files import read_object, read_text
+from nanorchestra.files import read_json, read_text
 from nanorchestra.model.gguf_file import GgufFile, part_files
 from nanorchestra.model.gguf_tokenizer import GgufTokenizer
 
@@ -102,7 +102,7 @@ def read_model_object(file: Path) -> dict[str, Any]:
     model = gguf_model(file.parent)
     if model is None:
         _require_config(file)
-        return read_object(file)
+        return read_json(file)
     return model.read(file.name)
 
 

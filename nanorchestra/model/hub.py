@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_object, write_whole
+from nanorchestra.files import read_json, write_whole
 from nanorchestra.model.hf_config import MODEL_TYPES, config_from_hf
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -191,7 +191,7 @@ def _find_on_hub(hub_id) -> Source:
             f"{hub_id.word}: architecture {kind!r}: expected {' or '.join(map(repr, MODEL_TYPES))}",
         )
     else:
-        config = read_object(_fetched(hub_id, info.sha, CONFIG))
+        config = read_json(_fetched(hub_id, info.sha, CONFIG))
         config_from_hf(config, f"{hub_id.word}: {CONFIG}")  # refuses what is not served
     missing = {}
     for name in names:
@@ -253,7 +253,7 @@ def _other_parts(file, names) -> list[str]:
 
 def _shards(index) -> list[str]:
     """Returns the files that an index names."""
-    return sorted(set(read_object(index)["weight_map"].values()))
+    return sorted(set(read_json(index)["weight_map"].values()))
 
 
 def _fetched(hub_id, commit, name) -> Path:

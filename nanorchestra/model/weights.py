@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_object
+from nanorchestra.files import read_json
 from nanorchestra.model.awq import FourBit, decompressed
 from nanorchestra.model.gguf_model import GgufModel, gguf_model, has
 from nanorchestra.model.hf_config import read_config, stored_group
@@ -219,7 +219,7 @@ def _open_shards(path) -> dict[str, Any]:
         return dict.fromkeys(gguf.tensors, GgufTensors(gguf))
     files = {SINGLE}
     if (path / INDEX).exists():
-        files = set(read_object(path / INDEX)["weight_map"].values())
+        files = set(read_json(path / INDEX)["weight_map"].values())
     shards = {}
     for file in sorted(files):
         shard = open_tensors(path / file)

@@ -17,7 +17,7 @@ import tomli_w
 
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import append_line, read_json, read_object, sync, write_whole
+from nanorchestra.files import append_line, read_json, sync, write_whole
 from nanorchestra.schemas import Json
 
 LOGS = ("metrics", "trajectories")
@@ -131,7 +131,7 @@ class Run:
     def summary(self) -> Json:
         """Return summary.json, or {} while the run has none."""
         path = self.path / "summary.json"
-        return read_object(path) if path.exists() else {}
+        return read_json(path) if path.exists() else {}
 
     def _log(self, name):
         return self.path / f"{name}.jsonl"

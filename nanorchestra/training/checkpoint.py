@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_object, sync, write_whole
+from nanorchestra.files import read_json, sync, write_whole
 from nanorchestra.model.sharded import fill, first_row, is_first_copy, local
 from nanorchestra.model.weights import open_tensors
 from nanorchestra.schemas import Json
@@ -118,7 +118,7 @@ class Checkpoints:
         if not names:
             return None
         path = self.folder / names[-1]
-        written = read_object(path / NOTES)
+        written = read_json(path / NOTES)
         wanted = prepare(written["notes"])
         parts = {}  # of each tensor: its first row in a file, and the open file
         for file, rows in written["rows"].items():
