@@ -50,7 +50,14 @@ from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, RemoteIndex
 from nanorchestra.tools.limits import Tool
-from nanorchestra.tools.models import SERVED, Endpoint, Expert, ExpertTool, tell_once
+from nanorchestra.tools.models import (
+    SERVED,
+    Endpoint,
+    Expert,
+    ExpertTool,
+    ServedOrchestrator,
+    tell_once,
+)
 from nanorchestra.tools.options import parse
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
@@ -310,6 +317,12 @@ class Catalogue:
             slow = f"{model} plays a whole loop on its server before it answers"
             bound = f"{host.timeout_s:g} s at most, timeout_s of {place.partition(': ')[2]}"
             tell_once(model, f"{where}: {slow}: a call may take minutes, {bound}")
+            host = replace(host, requests=1)  # one that failed may have spent its limit
+            return ServedOrchestrator(
+                alias, host, price=price, spending=self.spending, known_as=name, **settings
+            )
+        alone = f"{self.path}: experts.{name}.task_usd: only a model NAME{SERVED} has it"
+        require("task_usd" not in settings, alone)
         return Expert(alias, host, price=price, spending=self.spending, known_as=name, **settings)
 
 

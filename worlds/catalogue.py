@@ -7,7 +7,7 @@ price in the catalogue. No torch.
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from nanorchestra.records import Price, Task, ToolResult, banned
 from nanorchestra.schemas import Json, arguments_schema
@@ -174,7 +174,8 @@ def simulated(tool: Tool, task: Task, seed: int) -> Tool:
 
 def _simulated_model(expert: Expert, task: Task, seed: int, form: str) -> "SimulatedModel":
     """Returns the simulation of a language model, which nothing is paid for."""
-    settings = vars(expert) | {"spending": Spending(), "endpoint": Endpoint("")}
+    settings = {each.name: getattr(expert, each.name) for each in fields(Expert)}
+    settings |= {"spending": Spending(), "endpoint": Endpoint("")}
     usd = max(expert.price.output_per_million, 1e-9)
     skill = min(0.97, max(0.3, 0.68 + 0.18 * math.log10(usd)))  # 0.86 at $10 per million tokens
     return SimulatedModel(**settings, task=task, seed=seed, skill=skill, form=form)

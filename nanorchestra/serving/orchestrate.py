@@ -6,7 +6,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from starlette.exceptions import HTTPException
 
@@ -37,7 +37,10 @@ async def orchestrated(
     require(not body.get("tools"), f"tools: {right}")
     check({**body, "last": last}, OPENAPI["components"]["schemas"]["WithTools"], "+tools")
     seed = body.get("seed", secrets.randbits(62))
-    env = make(last["content"], preference_of(body.get("metadata") or {}), seed)
+    metadata = body.get("metadata") or {}
+    env = make(last["content"], preference_of(metadata), seed)
+    limited = env.task.preference.stricter(limits_of(metadata))
+    env.task = replace(env.task, preference=limited)
     if not env.task.data:  # a world's task stands alone
         require("too_long" not in body, body.get("too_long", ""))
         env.messages[:0] = before
@@ -181,6 +184,14 @@ def preference_of(metadata: Json) -> Preference:
     text = vector.pop("text", "")
     _check_text(text)
     return Preference.of(text, vector, "metadata").stricter(limits)
+
+
+def limits_of(metadata: Json) -> Preference:
+    """Returns the limits that a caller hands over, an orchestrator of which this is an expert.
+
+    They bind and are not said in the prompt. A ban may name what is not here.
+    """
+    return Preference.of("", metadata.get("limits", {}), "metadata.limits")
 
 
 def _check_text(text) -> None:

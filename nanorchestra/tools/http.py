@@ -31,7 +31,7 @@ import certifi
 from nanorchestra.schemas import Json, bounded_json, schema_error
 from nanorchestra.tools.threads import in_daemon
 
-ATTEMPTS = 3
+REQUESTS = 3
 RETRIED = (408, 409, 429)  # and every status from 500
 BAD_REQUEST = (400, 413, 422)  # the request is at fault: too long, or not accepted
 CONNECT_S = 10.0  # for each address of a host, its TLS handshake included
@@ -77,12 +77,13 @@ def post(
     key_variable: str,
     timeout_s: float,
     header_variables: Mapping[str, str] = MappingProxyType({}),
+    requests: int = REQUESTS,
 ) -> tuple[Json, tuple[int, float, float]]:
     """Returns a JSON reply that fits `schema`, and (repeated requests, seconds, those waited).
 
     All of it takes `timeout_s` seconds at most; those waited passed before the last request. A
     connection error and the status 408, 409, 429 or from 500 are tried again, after a random wait
-    or as long as the server's Retry-After says. The
+    or as long as the server's Retry-After says, until `requests` were made. The
     key is in the environment variable `key_variable`, the value of each header in that of
     `header_variables`; one that is not set is not sent. The reply is as `bounded_json` reads it.
     Raises EndpointError.
@@ -98,7 +99,7 @@ def post(
     start = time.monotonic()
     end, limit = start + timeout_s, f"{round(timeout_s, 3):g}"
     waited = 0.0
-    for attempt in range(ATTEMPTS):
+    for attempt in range(requests):
         exchange = _Exchange(url, sent.encode(), headers, secrets, end)
         try:
             reading = in_daemon(partial(_reply_of, exchange, schema, secrets))
@@ -111,7 +112,7 @@ def post(
             error = refused
         wait = max(error.wait or 0.0, 2.0 ** (attempt + 1) * random.uniform(0.5, 1.0))
         late = time.monotonic() + wait >= end
-        if error.wait is None or late or attempt == ATTEMPTS - 1:
+        if error.wait is None or late or attempt == requests - 1:
             break
         time.sleep(wait)
         waited = time.monotonic() - start

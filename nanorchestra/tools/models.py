@@ -5,11 +5,13 @@ where it has failed.
 """
 
 import json
+import math
 import os
 import re
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from nanorchestra.errors import UserError
@@ -17,7 +19,7 @@ from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.failures import failed
-from nanorchestra.tools.http import EndpointError, count_tokens, post, secret
+from nanorchestra.tools.http import REQUESTS, EndpointError, count_tokens, post, secret
 from nanorchestra.tools.limits import Allowance, Tool
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
@@ -36,14 +38,15 @@ class Endpoint:
 
     `headers` are sent with each request: the name of a header, and "$NAME" for the value of that
     environment variable. `concurrency` calls are open at a time, and others wait; a call takes
-    `timeout_s` seconds at most, its wait included. A copy with another `timeout_s` shares the open
-    calls.
+    `timeout_s` seconds at most, its wait included, and makes `requests` at most, where one fails
+    for a while. A copy with another `timeout_s` or number of `requests` shares the open calls.
     """
 
     base_url: str
     key_variable: str = ""
     timeout_s: float = TIMEOUT_S
     concurrency: int = 16
+    requests: int = REQUESTS
     headers: dict[str, str] = field(default_factory=dict, hash=False)
     free: threading.Semaphore | None = field(default=None, repr=False, compare=False)
 
@@ -63,6 +66,8 @@ class Endpoint:
 
     def complete(self, body: Json) -> tuple[Json, tuple[int, int]]:
         """Returns an assistant's message, with `finish_reason` and `spent`, and its tokens.
+
+        That of an orchestrator has `cost_usd`, what all that it called has cost.
 
         `body` is the request's JSON (model, messages, ...). Content in parts is joined to text.
         Tokens, input and output, are estimated where the reply does not state them. Raises
@@ -95,11 +100,29 @@ class Endpoint:
             "finish_reason": choice.get("finish_reason"),
             "spent": (retries, waited + seconds, waited + before),
         }
+        if (usd := _stated_usd(reply)) is not None:
+            message["cost_usd"] = usd
         return message, tokens
 
     def _post(self, body, timeout_s) -> tuple[Json, tuple[int, float, float]]:
         url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
-        return post(url, body, shape, self.key_variable, timeout_s, self.header_variables)
+        return post(
+            url,
+            body,
+            shape,
+            self.key_variable,
+            timeout_s,
+            self.header_variables,
+            requests=self.requests,
+        )
+
+
+def _stated_usd(reply) -> float | None:
+    """Returns what a reply of an orchestrator says that it has cost; None if it says no number."""
+    report = reply.get("nanorchestra")
+    usd = report.get("cost_usd") if isinstance(report, dict) else None
+    is_number = isinstance(usd, int | float) and not isinstance(usd, bool)
+    return usd if is_number and usd >= 0 else None
 
 
 def _tokens(stated, part) -> int:
@@ -207,7 +230,8 @@ class Expert:
             return problem
         return re.sub(rf"(?<!\w){re.escape(self.model)}(?!\w)", lambda _: name, problem)
 
-    def _ask(self, text, name) -> ToolResult:
+    def _body(self, text) -> Json:
+        """Returns the request of a reply to `text`."""
         limit = "max_completion_tokens" if self.reasoning else "max_tokens"
         body = {"model": self.model, limit: self.max_tokens}
         body["messages"] = [{"role": "user", "content": text}]
@@ -215,15 +239,22 @@ class Expert:
             body["temperature"] = self.temperature
         if self.reasoning_effort:
             body["reasoning_effort"] = self.reasoning_effort
+        return body
 
-        def counted(reply: Reply) -> tuple[int, int]:  # as many tokens as were asked for, at most
-            read, written = reply.tokens
-            return min(read, most_tokens(text)), min(written, self.max_tokens)
+    def _counted(self, reply, text) -> tuple[int, int]:
+        """Returns the tokens of a reply to `text`, input and output: as many as were asked for."""
+        read, written = reply.tokens
+        return min(read, most_tokens(text)), min(written, self.max_tokens)
 
+    def _bill(self, reply, text) -> float:
+        """Returns the US dollars of a reply to `text`."""
+        return self.price.cost(*self._counted(reply, text))
+
+    def _ask(self, text, name) -> ToolResult:
         def bill(reply: Reply) -> float:
-            return self.price.cost(*counted(reply))
+            return self._bill(reply, text)
 
-        payee = self.payee or self.known_as or self.name
+        body, payee = self._body(text), self.payee or self.known_as or self.name
         reply = self.spending.complete(self.endpoint, body, self.most_usd(text), bill, payee)
         infrastructure = bool(reply.problem) and not reply.bad_request
         if reply.problem:
@@ -233,7 +264,7 @@ class Expert:
             problem = "" if answer.strip() else _emptiness(reply.content)
         if problem:
             answer = f"Error: {name} {self._renamed(problem, name)}"
-        input_tokens, output_tokens = counted(reply)
+        input_tokens, output_tokens = self._counted(reply, text)
         return ToolResult(
             answer.strip(),
             bill(reply),
@@ -246,6 +277,51 @@ class Expert:
             retries=reply.retries,
             waited_s=reply.waited,
         )
+
+
+@dataclass(frozen=True)
+class ServedOrchestrator(Expert):
+    """An orchestrator behind `serve.py --http`, NAME+tools, which plays a whole loop for a task.
+
+    A task may cost `task_usd` US dollars, last `seconds`, and call nothing that is in `never`.
+    These limits go with the request and hold for all that is called in turn, so that a limit holds
+    for a whole tree. The reply says what the task has cost.
+    """
+
+    task_usd: float = 1.0
+    seconds: float = math.inf
+    never: Sequence[str] = ()
+
+    def most_usd(self, text: str) -> float:
+        """Returns the US dollars that it may spend."""
+        return self.task_usd
+
+    def smaller(self, text: str, allowance: Allowance) -> "ServedOrchestrator":
+        """Returns it with what may be spent, as it is if that is nothing."""
+        usd = min(self.task_usd, allowance.share, allowance.usd)
+        if usd <= 0:
+            return self
+        return replace(self, task_usd=usd, seconds=allowance.seconds, never=allowance.never)
+
+    def _body(self, text) -> Json:
+        limits = {"usd": self.task_usd, "never": list(self.never)}
+        if self.seconds < math.inf:
+            limits["seconds"] = self.seconds
+        return super()._body(text) | {"metadata": {"limits": limits}}
+
+    def _counted(self, reply, text) -> tuple[int, int]:
+        return reply.tokens
+
+    def _bill(self, reply, text) -> float:
+        """Returns what the reply says that it has cost, or its tokens cost if it says nothing.
+
+        What a task has cost that failed under way is not known: it counts at its most.
+        """
+        if reply.problem:
+            worked = reply.begun or reply.problem.startswith("HTTP 5")
+            return self.task_usd if worked else 0.0
+        usd = reply.content.get("cost_usd", self.price.cost(*reply.tokens))
+        return min(usd, self.task_usd)
 
 
 def tell_once(what: str, line: str) -> None:

@@ -1,8 +1,9 @@
-"""A user's dollars and bans hold, whatever the policy writes.
+"""A user's dollars and bans hold over a whole tree of calls, whatever the policy writes.
 
-A policy that writes anything plays attempts in every world, under published roles and behind an
-endpoint. Its experts are asked at a stand-in for a server that counts
-as many tokens as it honestly can. `BUDGET_ATTEMPTS=10000` plays more.
+A policy that writes anything plays attempts in every world, under published roles, behind an
+endpoint, and with an orchestrator over HTTP that has another one as an expert. Its experts are
+asked at a stand-in for a server that counts as many tokens as it honestly can.
+`BUDGET_ATTEMPTS=10000` plays more.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
+import threading
+import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -21,9 +25,10 @@ from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.config import TaskSection
 from nanorchestra.records import Price, Task, banned
+from nanorchestra.serving.http import Server
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.limits import all_ban_names
-from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
+from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, ServedOrchestrator
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.spending import Spending
 from tools import PythonTool, RecordsTool
@@ -34,6 +39,8 @@ from worlds.toolscale.environment import Models
 ATTEMPTS = int(os.environ.get("BUDGET_ATTEMPTS", 600))
 LIMITS = AttemptLimits(turns=5, turn_tokens=150, context_tokens=2500, calls_per_turn=3)
 PRICES = {"gpt-5": (1.25, 10.0), "claude": (15.0, 75.0), "Qwen/Qwen3-8B": (0.2, 0.2)}
+POLICY = "babbler"  # of the orchestrators
+PRICED = PRICES | {POLICY: (0.5, 2.0)}
 WORDS = "tool text 42 the of law code answer hi ??? x" * 40
 
 
@@ -54,7 +61,7 @@ class Greedy(Endpoint):
             text, template = json.dumps([body["messages"], body.get("tools", [])]), 200
         read = len(text.encode()) + self.rng.randint(0, template)
         tokens = read, self.rng.choice((1, most, most))
-        self.ledger.append((body["model"], Price(*PRICES[body["model"]]).cost(*tokens)))
+        self.ledger.append((body["model"], Price(*PRICED[body["model"]]).cost(*tokens)))
         if self.rng.random() < 0.1:
             error = EndpointError("the reply breaks off", "")
             error.tokens = tokens
@@ -193,6 +200,44 @@ def play(nano_tokenizer, tmp_path_factory):
             records,
         ]
 
+    def behind_endpoint(engine, model):
+        """The rollout of a model whose turns a babbler writes."""
+
+        class Answering(Endpoint):
+            def complete(self, body):
+                _, tokens = endpoint.complete(body)
+                message = endpoint_message(engine)
+                return message | {"finish_reason": "stop", "spent": (0, 0.1)}, tokens
+
+        price = Price(*PRICED[model])
+        name = f"{model}@http://x/v1"
+        rollout = EndpointRollout(name, price, nano_tokenizer, LIMITS, 1.0, Spending())
+        rollout.server = Answering("")
+        return rollout
+
+    servers = []
+
+    def orchestrator(name, tools):
+        """A babbler with tools of its own at a server, as an expert."""
+        engine = Babbler(nano_tokenizer, rng)
+        engine.env = ToolEnvironment(Task("served", "What is it?"), tools)
+
+        def make(question, preference, seed):
+            return ToolEnvironment(Task("served", question, preference), tools)
+
+        defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        server = Server(behind_endpoint(engine, POLICY), POLICY, make, defaults)
+        listening = socket.create_server(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        servers.append((server, thread))
+        there = Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", requests=1)
+        price, spending = Price(1, 1), Spending()
+        expert = ServedOrchestrator(name, there, f"{POLICY}+tools", price, spending)
+        return ExpertTool(name, "d", {name: expert})
+
+    inner = orchestrator("inner", plain())
+    deputy = orchestrator("deputy", [*roles(), inner])
     named = {
         "miniature": "miniature",
         "questions": f"questions:{folder / 'rows.jsonl'}",
@@ -227,6 +272,7 @@ def play(nano_tokenizer, tmp_path_factory):
             "roles": roles,
             "experts": plain,
             "endpoint": plain,
+            "orchestrator": lambda: [*roles()[:2], deputy],
         }
         return ToolEnvironment(Task("t", "What is it?"), tools[kind]())
 
@@ -247,25 +293,16 @@ def play(nano_tokenizer, tmp_path_factory):
         engine.env = env
         rollout = Rollout(engine, nano_tokenizer, lambda *p: p, LIMITS, Price(0.2, 0.2))
         if kind == "endpoint":
-            price = Price(*PRICES["gpt-5"])
-            rollout = EndpointRollout(
-                "gpt-5@http://x/v1", price, nano_tokenizer, LIMITS, 1.0, Spending()
-            )
-
-            class Answering(Endpoint):
-                def complete(self, body):
-                    _, tokens = endpoint.complete(body)
-                    return endpoint_message(engine) | {
-                        "finish_reason": "stop",
-                        "spent": (0, 0.1),
-                    }, tokens
-
-            rollout.server = Answering("")
-
+            rollout = behind_endpoint(engine, "gpt-5")
         (t,) = rollout.run([env], [seed])
+        while any(server.service.remote for server, _ in servers):
+            time.sleep(0.001)  # a task that was given up still goes on
         return t, preference, [*ledger]
 
-    return attempt
+    yield attempt
+    for server, thread in servers:
+        server.should_exit = True
+        thread.join()
 
 
 class Everything(dict):
@@ -288,6 +325,7 @@ KINDS = (
     "roles",
     "experts",
     "endpoint",
+    "orchestrator",
 )
 
 
@@ -310,7 +348,7 @@ def test_no_attempt_spends_a_cent_more_than_its_user_allows(play):
         cut += t.status == "user_limit"
         spent += t.cost_usd
         if kind != "endpoint":  # which is itself one of the models
-            for model, _ in ledger:
+            for model in {model for model, _ in ledger} - {POLICY}:
                 names = {
                     model,
                     "openai" if model == "gpt-5" else "-",
