@@ -121,7 +121,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     engine = build_engine(config, model, tokenizer, ranks, dtype)
     player = build_rollout(config, engine, PRICES[POLICY], rollout.temperature)
     held_out_player = build_rollout(config, engine, PRICES[POLICY], config.evaluation.temperature)
-    if agent := agent_of(config.task):  # any program, in place of our loop: docs/agents.md
+    if agent := agent_of(config.task):  # of yours, in place of our loop: docs/agents.md
         from nanorchestra.serving.agent_rollout import played_by
 
         player, held_out_player = (

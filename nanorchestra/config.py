@@ -70,8 +70,8 @@ class TaskSection:
         "miniature, domains (a few small databases; domains:bank+clinic names them), "
         "a directory of data_gen.py or tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, "
         "questions:FILE with a .jsonl file of questions and answers, a .py file with an "
-        "environment of your own, agent:COMMAND with an agent that has tasks of its own, or a "
-        "mixture: 'miniature=0.9, data/=0.1'",
+        "environment of your own, agent:FILE.py:FUNCTION with an agent that has tasks of its own, "
+        "or a mixture: 'miniature=0.9, data/=0.1'",
     )
     tools: str = setting("", "catalogue of the tools for questions, a file as tools.py describes")
     experts: str = setting(
@@ -100,8 +100,7 @@ class TaskSection:
     )
     agent: str = setting(
         "",
-        "what plays the attempts in place of our loop: a command, or FILE.py:FUNCTION "
-        "(docs/agents.md)",
+        "what plays the attempts in place of our loop: FILE.py:FUNCTION (docs/agents.md)",
     )
     agent_timeout_s: float = setting(
         600.0, "seconds that an agent has for an attempt, beside the policy's"

@@ -49,7 +49,7 @@ def agent_of(settings: TaskSection) -> str:
     own = ""
     if settings.world.startswith(agent_tasks.PREFIX):
         own = settings.world.removeprefix(agent_tasks.PREFIX).strip()
-        require(own, f"task.world is {settings.world!r}; it must be agent:COMMAND")
+        require(own, f"task.world is {settings.world!r}; it must be agent:FILE.py:FUNCTION")
         require(not settings.agent, "task.agent: task.world names an agent already")
     return own or settings.agent
 
@@ -114,7 +114,7 @@ def _open(name, settings, seed, sandbox, spending) -> World:
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {Miniature.name}, "
         f"domains, domains:NAME+NAME, {questions.PREFIX}FILE, "
-        f"{agent_tasks.PREFIX}COMMAND, a directory of data_gen.py or "
+        f"{agent_tasks.PREFIX}FILE.py:FUNCTION, a directory of data_gen.py or "
         "tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, or a .py file "
         "with an environment of your own",
     )

@@ -1,4 +1,4 @@
-"""Plays attempts by any agent: a program, or a Python function, that asks the policy over HTTP.
+"""Plays attempts by any agent: a Python function that asks the policy over HTTP.
 
 The run listens on this machine. Each attempt has an address and a key of its own: its requests to
 /v1/chat/completions are the turns of one trajectory. A request whose messages begin with all that
@@ -6,9 +6,7 @@ was said before goes on with the session's ids; nothing is tokenised twice, and 
 that says something else begins a new prompt of the same trajectory, another sample for the trainer.
 
     POST /v1/chat/completions           the next turn; the run decides temperature and seed
-    GET  /v1/attempts/KEY               the task: question, messages, tools, seed, split
     POST /v1/attempts/KEY/calls         runs tools of the task, and bills them
-    POST /v1/attempts/KEY/reward        {"reward": 0.5} or {"answer": "42"}
 
 docs/agents.md has a whole agent, and what becomes of one that fails, hangs or floods the run.
 """
@@ -34,10 +32,16 @@ from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.records import ToolCall, ToolResult, Turn
 from nanorchestra.schemas import Json, check
-from nanorchestra.serving.agents import MODEL, Agent, AgentFailure, AttemptHandle, load_agent
+from nanorchestra.serving.agents import (
+    MODEL,
+    AgentFailure,
+    AgentFunction,
+    AttemptHandle,
+    load_agent,
+)
 from nanorchestra.serving.http import CHAT, FORMS, answer, refuse
 from nanorchestra.serving.listening import address, application, listen, read_raw
-from nanorchestra.serving.protocol import Choice, read_body, usage
+from nanorchestra.serving.protocol import Choice, parsed, read_body, usage
 from nanorchestra.tools.replies import REQUESTS
 
 MOST_BYTES = 32 << 20  # of a body
@@ -75,7 +79,7 @@ def played_by(agent: str, rollout: Rollout, timeout_s: float) -> "AgentRollout":
 class AgentRollout(Rollout):
     """A rollout whose attempts are played by `agent`, for `timeout_s` seconds each at most."""
 
-    agent: Agent | None = None
+    agent: AgentFunction | None = None
     timeout_s: float = 600.0
     attempts: dict[str, "AgentAttempt"] = field(default_factory=dict)  # that run, by their key
     breaths = BREATHS
@@ -118,20 +122,19 @@ class AgentAttempt(Attempt):
                 self.take(said)
         except TimeoutError:
             self.cut = self.cut or "time_limit"
-        except (AgentFailure, HTTPException) as failure:
+        except AgentFailure as failure:
             if not self.cut:
-                self._fail(getattr(failure, "detail", None) or str(failure))
+                self._fail(str(failure))
         finally:
             del self.rollout.attempts[self.key]
         async with self.asking, self.calling:  # what is still being answered
             self._settle()
         if self.cut:
             return self.cut
-        printed = "".join(f": {text}" for text in handle.printed)
         if not any(self.trajectory.sampled):
-            self._fail(f"the agent asked the policy nothing{printed}")
+            self._fail("the agent asked the policy nothing")
         elif "reward" not in self.report and getattr(self.env, "needs_reward", False):
-            self._fail(f"the agent reported no reward{printed}")
+            self._fail("the agent reported no reward")
         elif "reward" in self.report and not self.trajectory.answer:
             self.trajectory.answer = f"reward {self.report['reward']}"  # its agent ended it well
         return self.cut or "answered"
@@ -154,13 +157,13 @@ class AgentAttempt(Attempt):
         } | own
 
     def take(self, report: Json) -> None:
-        """Takes the agent's report. HTTPException for one that is none."""
+        """Takes the agent's report. AgentFailure for one that is none."""
         reward, answer = report.get("reward"), report.get("answer")
         is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
         is_reward = is_number and 0 <= reward <= 1
         if not (is_reward or isinstance(answer, str) and reward is None):
             right = '{"reward": a number from 0 to 1} or {"answer": a text}'
-            raise HTTPException(400, f"reward: {json.dumps(report)[:80]} must be {right}")
+            raise AgentFailure(f"reward: {str(report)[:80]} must be {right}")
         self.report = report
         if isinstance(answer, str):
             self.trajectory.answer = answer
@@ -368,9 +371,7 @@ class AttemptServer(uvicorn.Server):
         routes = [
             Route("/v1/models", models, methods=["GET"]),
             Route(CHAT, self._turn, methods=["POST"]),
-            Route("/v1/attempts/{key}", self._task, methods=["GET"]),
             Route("/v1/attempts/{key}/calls", self._calls, methods=["POST"]),
-            Route("/v1/attempts/{key}/reward", self._reward, methods=["POST"]),
         ]
         config = uvicorn.Config(
             application(routes, refuse, "127.0.0.1"),
@@ -393,35 +394,17 @@ class AttemptServer(uvicorn.Server):
         body = read_body(raw, form.schema, self.defaults)
         return answer(form.writer(body), body, await attempt.complete(body))
 
-    async def _task(self, request) -> Response:
-        return JSONResponse(self._attempt(request.path_params["key"]).about())
-
     async def _calls(self, request) -> Response:
         attempt = self._attempt(request.path_params["key"])
-        body = await self._object(request)
+        body = parsed(await read_raw(request, MOST_BYTES))
         check(body, CALLS, "body")
         return JSONResponse({"results": await attempt.call(body["calls"])})
-
-    async def _reward(self, request) -> Response:
-        attempt = self._attempt(request.path_params["key"])
-        attempt.take(await self._object(request))
-        return JSONResponse({})
 
     def _attempt(self, key: str) -> AgentAttempt:
         """Returns the attempt of a key. HTTPException if none runs."""
         if key not in self.rollout.attempts:
             raise HTTPException(401, "the key is that of no attempt that runs")
         return self.rollout.attempts[key]
-
-    async def _object(self, request) -> Json:
-        raw = await read_raw(request, MOST_BYTES)
-        try:
-            body = json.loads(raw.decode())
-        except (ValueError, RecursionError) as error:
-            raise HTTPException(400, f"body: not JSON: {str(error)[:200]}") from None
-        if not isinstance(body, dict):
-            raise HTTPException(400, "body: it must be an object")
-        return body
 
 
 @asynccontextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,14 +19,8 @@ import train
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
-from nanorchestra.serving.agent_rollout import AgentRollout, played_by
-from nanorchestra.serving.agents import (
-    AgentFailure,
-    AgentFunction,
-    AgentProgram,
-    AttemptHandle,
-    load_agent,
-)
+from nanorchestra.serving.agent_rollout import played_by
+from nanorchestra.serving.agents import AgentFunction, load_agent
 from nanorchestra.training.samples import as_group, gave_answer, rewritten_share
 from nanorchestra.training.trajectories import contexts, from_row, to_row
 from worlds.agent_tasks import AgentTasks
@@ -54,14 +47,14 @@ def environments(world, count=COUNT):
 
 def agent(ours, function, timeout_s=60.0):
     """Our rollout, played by a function of an attempt."""
-    rollout = played_by("true", ours, timeout_s)
+    rollout = played_by(f"{EXAMPLE}:play", ours, timeout_s)
     rollout.agent = AgentFunction("test", function)
     return rollout
 
 
 def ask(attempt, messages, **settings):
     client = CLIENT.with_options(base_url=attempt.base_url, api_key=attempt.api_key)
-    settings = {"tools": attempt.task["tools"], "model": "any"} | settings
+    settings = {"tools": attempt.task["tools"] or openai.NOT_GIVEN, "model": "any"} | settings
     return client.chat.completions.create(messages=messages, **settings).choices[0].message
 
 
@@ -252,9 +245,8 @@ def test_requests_that_are_not_served_have_a_status_and_a_reason(ours, world):
         problems["no messages"] = post(chat, {}, key)
         assert post(chat, body, key) == (200, "")
         problems["calls"] = post(f"{attempt.url}/calls", {"calls": []})
-        problems["reward"] = post(f"{attempt.url}/reward", {"reward": 2})
-        problems["other"] = post(f"{attempt.base_url}/attempts/other/reward", {"reward": 1})
-        assert post(f"{attempt.url}/reward", {"reward": 0.5})[0] == 200
+        problems["other"] = post(f"{attempt.base_url}/attempts/other/calls", {"calls": []})
+        return {"reward": 0.5}
 
     t = one(ours, world, play)
     assert (t.status, t.outcome) == ("answered", 0.5), t.failure
@@ -325,34 +317,24 @@ def test_openais_agents_sdk_plays_what_our_loop_plays(ours, world):
     assert sum(one == other for one, other in answers) >= 4, answers
 
 
-PROGRAM = """
-import json, os, sys, urllib.request
-from openai import OpenAI
+def test_an_agent_with_tasks_of_its_own_reports_its_reward(ours):
+    def play(attempt):
+        ask(attempt, attempt.task["messages"])
+        return 0.75 if attempt.task["seed"] % 2 else "an answer"
 
-about = json.load(urllib.request.urlopen(os.environ["NANORCHESTRA_ATTEMPT_URL"]))
-if about["seed"] % 3 == 0:
-    sys.exit("no luck with this one")
-messages = [{"role": "user", "content": f"the value of {about['seed'] % 10} * 2, what is it?"}]
-OpenAI().chat.completions.create(model="policy", messages=messages)
-with open(os.environ["NANORCHESTRA_REWARD_FILE"], "w") as file:
-    json.dump(0.75, file)
-"""
-
-
-@pytest.mark.slow
-def test_a_program_has_tasks_of_its_own_and_reports_its_reward(ours, tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
     world = AgentTasks("agent:x", 0)
     tasks = [world.task("train", index) for index in range(4)]
-    rollout = played_by(f"{sys.executable} {script}", ours, 60.0)
-    played = rollout.run([world.environment(task, 0) for task in tasks], [1, 2, 3, 4])
-    for task, t in zip(tasks, played, strict=True):
-        if task.data["seed"] % 3 == 0:
-            assert "ended with status 1: no luck with this one" in t.failure
-        else:
+    environments = [world.environment(task, 0) for task in tasks]
+    for task, t in zip(tasks, agent(ours, play).run(environments, [1, 2, 3, 4]), strict=True):
+        if task.data["seed"] % 2:
             assert (t.status, t.outcome) == ("answered", 0.75)
-    assert {task.id for task in tasks} != {world.task("held_out", i).id for i in range(4)}
+        else:
+            assert (t.status, t.failure) == (
+                "infrastructure",
+                "Error: the agent reported no reward",
+            )
+    assert {task.data["seed"] % 2 for task in tasks} == {0, 1}
+    assert {task.id for task in tasks}.isdisjoint(world.task("held_out", i).id for i in range(4))
     seeds = {random.Random(f"0/train/{index}").getrandbits(32) for index in range(4)}
     assert {task.data["seed"] for task in tasks} == seeds
 
@@ -362,50 +344,12 @@ def test_a_program_has_tasks_of_its_own_and_reports_its_reward(ours, tmp_path):
     [
         ("none.py:play", "none.py: no such file"),
         (f"{EXAMPLE}:other", "it has no function 'other'"),
-        ("'", "No closing quotation"),
-        ("  ", "no command"),
+        ("python agent.py", "is 'python agent.py'; it must be FILE.py:FUNCTION"),
     ],
 )
 def test_an_agent_that_cannot_be_loaded_is_one_line(text, problem):
     with pytest.raises(UserError, match=problem):
         load_agent(text)
-
-
-FAILING = """
-import os, sys
-print("x" * 200_000)
-print("step 3 of 5, " + os.environ["OPENAI_API_KEY"] + os.environ["MY_token"])
-print("x" * 200_000, "Traceback", file=sys.stderr)
-print(*sys.argv[2:], file=sys.stderr)
-sys.exit(int(sys.argv[1]))
-"""
-
-
-def test_what_a_program_has_printed_stands_in_the_message_without_secrets(tmp_path, monkeypatch):
-    """stdout was dropped. It is read beside stderr, so that neither pipe fills up."""
-    (tmp_path / "failing.py").write_text(FAILING)
-    monkeypatch.setenv("MY_token", "tvly-123456789")
-    key = "attempt-key-123456"
-
-    def run(*arguments):
-        handle = AttemptHandle("http://127.0.0.1:9/v1", key, {})
-        agent = AgentProgram([sys.executable, str(tmp_path / "failing.py"), *arguments])
-        return handle, asyncio.run(agent.run(handle))
-
-    stdout = r"; the last line of stdout: step 3 of 5, \.\.\.\.\.\.$"
-    with pytest.raises(AgentFailure, match=f"ended with status 1: no luck{stdout}"):
-        run("1", "no luck")
-    with pytest.raises(AgentFailure, match="ended with status 1: x+ Traceback; the last line"):
-        run("1")
-    handle, said = run("0", key)
-    assert said == {} and handle.printed[0].startswith("...; the last line of stdout: step 3")
-
-
-def test_a_program_that_does_not_exist_is_a_failure(ours, world):
-    rollout = played_by("no-such-program", ours, 5.0)
-    assert isinstance(rollout, AgentRollout)
-    (t,) = rollout.run(environments(world, 1), [1])
-    assert "no-such-program: No such file" in t.failure
 
 
 def test_tau2_benchs_own_agent_plays_its_mock_domain(ours):
