@@ -1,4 +1,4 @@
-"""What all launchers share: checks of their tensors, the configurations of GPUs, the device guard.
+"""What all launchers share: checks of their tensors, and the configurations of GPUs.
 
 A launcher is the Python function that checks tensors, allocates the result and starts kernels. A
 differentiable one of a layer calls its autograd.Function only while gradients are enabled: an eager
@@ -8,10 +8,8 @@ kernel.
 
 import os
 import tomllib
-from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 # a * b + c is rounded once. Triton 3.10 changes the default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -29,8 +27,6 @@ FP32 = "32"  # key of a configuration for float32 tensors
 TILES = tomllib.loads(Path(__file__).with_name("tiles.toml").read_text(encoding="utf-8"))
 
 Config = dict[str, int]  # tile sizes by the kernel's own names, num_warps, num_stages
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 def check(
@@ -74,32 +70,6 @@ def require(holds: bool, message: str) -> None:
     """
     if not holds:
         raise ValueError(message)
-
-
-def on_device(launcher: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Lets a launcher run with the GPU of its first tensor argument as the current one.
-
-    Triton launches on the current GPU, whichever one holds the tensors. Where that GPU is current
-    already, and for tensors that are on no GPU, nothing is changed.
-    """
-
-    @wraps(launcher)
-    def guarded(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-        device = _device(arguments) or _device(named.values())
-        if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
-            return launcher(*arguments, **named)
-        with torch.cuda.device(device):
-            return launcher(*arguments, **named)
-
-    return guarded
-
-
-def _device(arguments) -> torch.device | None:
-    """Returns the device of the first tensor among the arguments."""
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            return argument.device
-    return None
 
 
 @cache

@@ -50,7 +50,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, on_device, pick
+from kernels.common import check, pick
 from kernels.softmax import LOG2E, MASKED, softmax_start, softmax_step
 
 HEAD_DIMS = (16, 32, 64, 128)
@@ -201,7 +201,6 @@ def _table(rows: Sequence[tuple[int, ...]], device: torch.device | str) -> Tenso
     return torch.tensor(rows, dtype=torch.int32).reshape(-1, 4).to(device)
 
 
-@on_device
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, work: FlashWork) -> Tensor:
     """Returns differentiable attention: q [T, H, D], k and v [T, Hkv, D] -> out [T, H, D].
 
@@ -242,7 +241,6 @@ class _FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @on_device
     def backward(ctx, dout):
         # Read once: activation checkpointing frees what it has recomputed as it is read.
         q, k, v, out, lse2 = ctx.saved_tensors

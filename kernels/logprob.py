@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, on_device, pick, require
+from kernels.common import check, pick, require
 
 GROUP = 16  # tiles of rows that run together and share the chunks in L2
 BLOCK = 2048  # ids of a program of the backward pass
@@ -66,7 +66,6 @@ def naive_linear_logprob(
     return torch.stack(logprobs), torch.stack(entropies)
 
 
-@on_device
 def linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab: int
 ) -> tuple[Tensor, Tensor]:
@@ -99,7 +98,6 @@ class _LinearLogprob(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    @on_device
     def backward(ctx, grad_logprobs, _):
         hidden, weight, targets, logsumexp = ctx.saved_tensors
         dhidden, dweight = _backward(

@@ -52,7 +52,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, multiprocessors, on_device, pick
+from kernels.common import check, multiprocessors, pick
 from kernels.softmax import attend_pages, check_cache, gather_pages, softmax_start
 
 BLOCK_M = 16  # query rows of an item: the fewest of a tensor-core instruction
@@ -220,7 +220,6 @@ def decode_scratch(
 # The launcher.
 
 
-@on_device
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,

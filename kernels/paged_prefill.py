@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, on_device
+from kernels.common import check
 from kernels.softmax import attend_pages, check_cache, gather_pages, softmax_start
 
 ITEM_TOKENS = 128  # of an item at most
@@ -98,7 +98,6 @@ def _last_position(item: tuple[int, int, int, int]) -> int:
 # The launcher.
 
 
-@on_device
 def prefill_attention(
     q: Tensor,
     k_cache: Tensor,

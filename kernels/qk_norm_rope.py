@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import SIZES, check, multiprocessors, on_device, pick
+from kernels.common import SIZES, check, multiprocessors, pick
 
 TILE = 2048  # elements of a program
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the backward pass
@@ -67,7 +67,6 @@ def naive_qk_norm_rope(
     return q, k, v
 
 
-@on_device
 def qk_norm_rope(
     qkv: Tensor,
     q_norm: Tensor | None,
@@ -89,7 +88,6 @@ def qk_norm_rope(
     return _QkNormRope.apply(qkv, q_norm, k_norm, cos, sin, kv_heads, eps)
 
 
-@on_device
 def qk_norm_rope_store(
     qkv: Tensor,
     q_norm: Tensor | None,
@@ -276,7 +274,6 @@ class _QkNormRope(torch.autograd.Function):
         return _to_tensors(qkv, q_norm, k_norm, cos, sin, kv_heads, eps)
 
     @staticmethod
-    @on_device
     def backward(ctx, d_q, d_k, d_v):
         qkv, q_norm, k_norm, cos, sin = ctx.saved_tensors
         tokens, width = qkv.shape

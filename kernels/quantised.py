@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, on_device, pick, require
+from kernels.common import check, pick, require
 
 ROWS = 64
 GROUPS = (32, 64, 128, 256)  # columns that may share a scale with 4 bits
@@ -52,7 +52,6 @@ def naive_quantised_linear(
     return x @ weight.T
 
 
-@on_device
 def quantised_linear(
     x: Tensor, values: Tensor, scales: Tensor, dtype: torch.dtype, zeros: Tensor | None = None
 ) -> Tensor:

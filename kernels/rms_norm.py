@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, multiprocessors, on_device, pick
+from kernels.common import check, multiprocessors, pick
 
 MAX_WIDTH = 8192  # elements of a row that the backward pass keeps in registers without spilling
 TILE = 4096  # elements that one program holds at a time, with WARPS warps
@@ -42,7 +42,6 @@ def naive_add_rms_norm(
     return naive_rms_norm(summed, weight, eps), summed
 
 
-@on_device
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns the normalised rows [T, N], differentiable in x and weight.
 
@@ -56,7 +55,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RmsNorm.apply(x, weight, eps)
 
 
-@on_device
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns rms_norm(x + residual) and x + residual, each [T, N], differentiable in all three.
 
@@ -170,7 +168,6 @@ class _AddRmsNorm(torch.autograd.Function):
         return d_x, d_x, d_weight, None
 
 
-@on_device
 def _backward(d_out: Tensor, d_summed: Tensor | None, x: Tensor, weight: Tensor, eps: float):
     """Returns the gradients of x [T, N], with d_summed added, and of weight [N]."""
     rows, width = x.shape

@@ -53,7 +53,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, on_device, require
+from kernels.common import check, require
 
 BLOCK = 1024  # ids of a program of the draw
 GROUP = 128  # ids that share a maximum
@@ -125,7 +125,6 @@ def naive_sample(
     return torch.tensor(tokens, device=logits.device), torch.stack(logprobs)
 
 
-@on_device
 def sample(
     logits: Tensor,
     uniform: Tensor,
@@ -170,7 +169,6 @@ def sample(
     return tokens, logprobs
 
 
-@on_device
 def truncation_floor(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, vocab: int
 ) -> Tensor:

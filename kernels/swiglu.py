@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, on_device
+from kernels.common import check
 
 BLOCK = 2048
 
@@ -27,7 +27,6 @@ def naive_swiglu(gate_up: Tensor) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-@on_device
 def swiglu(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) * up [T, F], differentiable.
 
@@ -86,7 +85,6 @@ class _SwiGLU(torch.autograd.Function):
         return _forward(gate_up)
 
     @staticmethod
-    @on_device
     def backward(ctx, d_out):
         (gate_up,) = ctx.saved_tensors
         rows, width = gate_up.shape

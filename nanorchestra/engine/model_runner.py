@@ -13,8 +13,6 @@ there, so that the host may launch it before it has read them.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import torch
 
@@ -183,11 +181,10 @@ class ModelRunner:
         self.capture_stream = None
         self._stream = None  # of the last launch
         if on_gpu:
-            with torch.cuda.device(self.device):
-                self.capture_stream = torch.cuda.Stream()
-                self.warm_up()  # compiles
-                self.capture()  # each capture gives the memory that torch keeps back
-                self.warm_up()  # takes the memory of eager steps before the first request
+            self.capture_stream = torch.cuda.Stream()
+            self.warm_up()  # compiles
+            self.capture()  # each capture gives the memory that torch keeps back
+            self.warm_up()  # takes the memory of eager steps before the first request
 
     # Before the first request.
 
@@ -236,18 +233,17 @@ class ModelRunner:
 
     def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
         """Starts a step, and does not wait for it (engine.py)."""
-        with self._on_device():
-            if self.device.type == "cuda":
-                self._stream = torch.cuda.current_stream()
-            sizes = sorted(self.graphs) if self.use_graphs else ()
-            step = self._host.fill(batch, None if after is None else after.row_of, sizes)
-            used = step.inputs.bytes_of_rows(step.shape.decodes + step.shape.chunks)
-            self.inputs.memory[:used].copy_(step.inputs.memory[:used], non_blocking=True)
-            if self.use_graphs and not batch.prefills:
-                self.graphs[step.shape.decodes].replay()
-            else:
-                self._compute(step.shape)
-            return Launched(step.sampled)
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream()
+        sizes = sorted(self.graphs) if self.use_graphs else ()
+        step = self._host.fill(batch, None if after is None else after.row_of, sizes)
+        used = step.inputs.bytes_of_rows(step.shape.decodes + step.shape.chunks)
+        self.inputs.memory[:used].copy_(step.inputs.memory[:used], non_blocking=True)
+        if self.use_graphs and not batch.prefills:
+            self.graphs[step.shape.decodes].replay()
+        else:
+            self._compute(step.shape)
+        return Launched(step.sampled)
 
     def draw(self, launched: Launched, requests: list[Request]) -> None:
         """Draws again the rows whose guide forbids ids or that report their most probable ids.
@@ -256,18 +252,17 @@ class ModelRunner:
         before, so call this after those are accepted; and before the next launch, which overwrites
         the logits, and behind which the copy would wait for that step too.
         """
-        with self._on_device():
-            redrawn = self._fill_masks(launched, requests)
-            if redrawn:
-                launched.redrawn_row_of = {request: row for row, request in enumerate(redrawn)}
-                used = self._masks.bytes_of_rows(len(redrawn))
-                masks, host = self._masks.memory[:used], self._host_masks.memory[:used]
-                masks.copy_(host, non_blocking=True)
-            for start in range(0, len(redrawn), DRAWN_AGAIN):
-                self._draw_again(slice(start, min(start + DRAWN_AGAIN, len(redrawn))))
-            self._host_draws.memory.copy_(self.draws.memory, non_blocking=True)
-            if self._drawn is not None:
-                self._drawn.record()
+        redrawn = self._fill_masks(launched, requests)
+        if redrawn:
+            launched.redrawn_row_of = {request: row for row, request in enumerate(redrawn)}
+            used = self._masks.bytes_of_rows(len(redrawn))
+            masks, host = self._masks.memory[:used], self._host_masks.memory[:used]
+            masks.copy_(host, non_blocking=True)
+        for start in range(0, len(redrawn), DRAWN_AGAIN):
+            self._draw_again(slice(start, min(start + DRAWN_AGAIN, len(redrawn))))
+        self._host_draws.memory.copy_(self.draws.memory, non_blocking=True)
+        if self._drawn is not None:
+            self._drawn.record()
 
     def read(self, launched: Launched, requests: list[Request]) -> list[Result]:
         """Waits for the draws of the requests; one that cannot be drawn has its error."""
@@ -404,10 +399,6 @@ class ModelRunner:
         ids = self._host_top.ids[row, :count].tolist()
         logprobs = self._host_top.logprobs[row, :count].tolist()
         return list(zip(ids, logprobs, strict=True))
-
-    def _on_device(self):
-        """Makes the runner's GPU current: events, streams and kernels belong to the current one."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 class Graph:

@@ -1,20 +1,13 @@
-"""What every test of a kernel finds: NaN in fresh memory, shuffled programs, guarded launches.
+"""What every test of a kernel finds: NaN in fresh memory, and shuffled programs.
 
 A launcher that returns what no program has written then returns NaN, or an id that does not exist.
 Two runs of a test of equal bits have two orders.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from kernel_check import program_order
 from torch.utils._device import _device_constructors
-from triton.runtime.interpreter import GridExecutor
-
-import kernels.common
-from kernels.common import on_device
 
 # torch.device(...) as a context remembers the functions that make tensors at its first use. If that
 # were in a test here, it would remember the poisoned ones, and "meta" would not hold afterwards: a
@@ -42,27 +35,3 @@ def _fresh_memory_is_nan(monkeypatch):
 def _shuffled_programs():
     with program_order("shuffled"):
         yield
-
-
-@pytest.fixture(autouse=True)
-def _launches_are_guarded(monkeypatch):
-    """Every launch of a launcher is made under `on_device`: on the GPU of its tensors.
-
-    A test may launch a kernel by itself.
-    """
-    launch = GridExecutor.__call__
-    guard = on_device(lambda: None).__code__  # the code of everything that on_device returns
-    launchers = str(Path(kernels.common.__file__).parent)
-
-    def guarded_launch(grid, *arguments, **constants):
-        frame = sys._getframe()
-        callers = []
-        while frame is not None:
-            callers.append(frame.f_code)
-            frame = frame.f_back
-        by_launcher = any(code.co_filename.startswith(launchers) for code in callers)
-        guarded = guard in callers
-        assert guarded or not by_launcher, f"{grid.fn.__name__} is launched without on_device"
-        return launch(grid, *arguments, **constants)
-
-    monkeypatch.setattr(GridExecutor, "__call__", guarded_launch)

@@ -4,13 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from triton.runtime import driver, interpreter
+from triton.runtime import driver
 
 from kernels import common
-from kernels.common import check, on_device, pick
-from kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_store
-from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.swiglu import swiglu
+from kernels.common import check, pick
 
 ONES = torch.ones(4, 8)
 
@@ -58,83 +55,3 @@ def test_a_gpu_has_the_configuration_of_its_architecture(monkeypatch):
     target.arch = 75
     with pytest.raises(ValueError, match="need a GPU of compute capability 8.0; it has 7.5"):
         pick("kernel")
-
-
-class OnSecondGpu(torch.Tensor):
-    """A tensor of the CPU that says that it is on the second GPU."""
-
-    @property
-    def device(self):
-        return torch.device("cuda:1")
-
-
-def on_second_gpu(*shape, dtype=torch.float32):
-    return torch.ones(shape, dtype=dtype).as_subclass(OnSecondGpu)
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    """Two GPUs, the first of which is current; `launches` gets the one current at each launch."""
-
-    class Gpus:
-        current = 0
-        switches = 0
-        launches: list[int] = []
-
-    class Current:
-        def __init__(self, device):
-            self.device = device
-
-        def __enter__(self):
-            self.before, Gpus.current = Gpus.current, self.device.index
-            Gpus.switches += 1
-
-        def __exit__(self, *error):
-            Gpus.current = self.before
-
-    def launch(grid, *arguments, **constants):
-        Gpus.launches.append(Gpus.current)
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: Gpus.current)
-    monkeypatch.setattr(torch.cuda, "device", Current)
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
-    common.multiprocessors.cache_clear()
-    Gpus.launches.clear()
-    yield Gpus
-    common.multiprocessors.cache_clear()
-
-
-def test_every_launch_goes_to_the_gpu_of_its_tensors(gpus):
-    """Forward and backward, though another GPU is current, which it is again afterwards."""
-
-    def differentiate(run, *tensors):
-        leaves = [x.requires_grad_() for x in tensors]
-        outputs = run(*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
-
-    x, weight, head = on_second_gpu(5, 64), on_second_gpu(64), on_second_gpu(16)
-    rotation = on_second_gpu(5, 8), on_second_gpu(5, 8)
-    cache, slots = on_second_gpu(3, 1, 4, 16), on_second_gpu(5, dtype=torch.int32)
-    differentiate(lambda x, weight: rms_norm(x, weight, 1e-6), x, weight)
-    differentiate(
-        lambda x, residual, weight: add_rms_norm(x, residual, weight, 1e-6), x, x + 0, weight
-    )
-    differentiate(
-        lambda x, q_norm, k_norm: qk_norm_rope(x, q_norm, k_norm, *rotation, 1, 1e-6),
-        *(x, head, head + 0),
-    )
-    differentiate(swiglu, x)
-    qk_norm_rope_store(x, None, None, *rotation, cache, cache, slots, 1e-6)
-    assert gpus.launches == [1] * 9 and gpus.current == 0
-
-
-def test_the_guard_changes_the_gpu_only_if_another_one_is_current(gpus):
-    launcher = on_device(lambda number, x=None: gpus.current)
-    here = on_second_gpu(4)
-    assert launcher(2, here) == launcher(2, x=here) == 1 and gpus.switches == 2
-    assert launcher(2) == launcher(2, torch.ones(4)) == 0 and gpus.switches == 2
-    gpus.current = 1
-    assert launcher(2, here) == 1 and gpus.switches == 2

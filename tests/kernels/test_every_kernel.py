@@ -10,7 +10,6 @@ from kernel_check import DEVICE, ORDERS, GuardPages, exit_code, program_order
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_parts.cases import SMALL, all_cases
-from kernels.common import on_device
 
 NAMES = [case.name for case in all_cases(SMALL)]
 # A case with gradients contains the one without.
@@ -66,7 +65,6 @@ def test_guard_pages_end_a_process_that_reads_outside_of_a_tensor(guard_pages, a
         rows = tl.arange(0, 64)
         tl.store(out_ptr + rows, tl.load(x_ptr + first + rows))
 
-    @on_device
     def copy(x, first):
         copy_kernel[(1,)](x, torch.empty(64), first)
 
@@ -85,7 +83,6 @@ def test_a_program_that_needs_an_earlier_one_is_noticed_in_another_order():
         program = tl.program_id(0)
         tl.store(x_ptr + program + 1, tl.load(x_ptr + program) + 1)
 
-    @on_device
     def count(x):
         count_kernel[(8,)](x)
         return x.tolist()

@@ -9,7 +9,7 @@ from kernel_check import DEVICE, DTYPES, GRADIENT, assert_close, randn
 from reserved_memory import reserved
 
 from kernels import logprob
-from kernels.common import TILES, on_device
+from kernels.common import TILES
 from kernels.logprob import linear_logprob, naive_linear_logprob
 
 EXACT = 2e-5  # nats, absolute
@@ -162,7 +162,6 @@ def test_offsets_beyond_32_bits_in_the_partial_results(generator):
     partials = reserved(3 * tokens + 64, torch.float32)
     results = [torch.full((16,), math.nan, device=DEVICE) for _ in range(3)]
 
-    @on_device
     def launch(partials):
         logprob._logprob_chunks[(1,)](
             hidden, weight, targets, partials, 1.0, tokens, 20, 16, 1, **TILE, num_warps=8
@@ -187,7 +186,6 @@ def test_offsets_beyond_32_bits_in_the_logits():
     logsumexp = torch.full((3,), math.log(16), device=DEVICE)
     grad = torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
 
-    @on_device
     def launch(logits):
         inputs = logits, logits, targets, logsumexp, grad, 1.0, 0, width, 16
         logprob._logit_gradients[(3, 1)](*inputs)  # in place
