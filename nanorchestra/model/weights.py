@@ -254,24 +254,16 @@ def open_tensors(path: Path) -> Any:
 
 def _check_memory(model, device, path) -> None:
     """Raises UserError if the model, not allocated yet, is larger than the device's memory."""
-    needed, memory = model_bytes(model), memory_bytes(device)
+    tensors = [*model.parameters(), *model.buffers()]
+    needed = sum(local(x).numel() * x.element_size() for x in tensors)  # on this rank
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     require(
         needed <= memory,
         f"{path}: its weights take {needed / 1e9:.1f} GB here; {device} has {memory / 1e9:.1f} GB",
     )
-
-
-def model_bytes(model: Qwen3) -> int:
-    """Returns the bytes of a model's tensors on this rank, allocated or not."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum(local(x).numel() * x.element_size() for x in tensors)
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Returns the bytes of all memory of a GPU, or of this machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | FourBit]]:
