@@ -38,7 +38,7 @@ COLUMNS = ("reward", "outcome", "cost_usd", "latency_s", "advantage", "status", 
 def write_report(run_path: str | Path) -> None:
     """Write report.html and curves.png of a run from what it holds so far.
 
-    UserError if `run_path` holds no run, or a record in it cannot be read.
+    UserError if `run_path` holds no run.
     """
     run = Run.open(run_path)
     rows, summary = list(run.rows("metrics")), run.summary()
