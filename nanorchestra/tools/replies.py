@@ -144,9 +144,8 @@ class ReplyStore:
         """Makes the directory, so that a wrong one is known at the start. UserError."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            problem = f"{str(self.directory)!r:.80}, no directory that can be made ({reason})"
+        except OSError as error:
+            problem = f"{self.directory}, no directory that can be made ({error.strerror})"
             raise UserError(problem) from None
         return self
 

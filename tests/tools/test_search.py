@@ -98,7 +98,7 @@ def test_a_missing_key_is_named(make, monkeypatch):
         WebSearch("web", "", offline=True)
 
 
-@pytest.mark.parametrize("cache", ["a" * 300, "/dev/null/x", "a\0b"])
+@pytest.mark.parametrize("cache", ["a" * 300, "/dev/null/x"])
 def test_a_cache_that_cannot_be_made_is_one_line(tavily, cache):
     with pytest.raises(UserError, match="web: cache is .*no directory that can be made"):
         WebSearch("web", "", cache)
