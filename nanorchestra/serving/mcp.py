@@ -39,7 +39,6 @@ from nanorchestra.tools.threads import in_thread
 
 TOOL = "ask"
 MOST_QUESTION = 100_000  # characters
-MOST_LINE = 8 << 20  # bytes of a message on stdin
 SHOWN = 500  # characters of a message of progress
 THOUGHT_S = 2.0  # between two messages while the policy thinks
 SILENCE_S = 15.0  # after which a message says that a call is still at work
@@ -229,7 +228,7 @@ def protocol_pipes() -> Iterator[tuple[BinaryIO, BinaryIO]]:
 def serve_pipes(server: Server, service: Service, pipes: tuple[BinaryIO, BinaryIO]) -> None:
     """Serves one client until it closes stdin, or SIGTERM; what runs then ends.
 
-    Raises KeyboardInterrupt after Ctrl-C, UserError for a message of more than MOST_LINE bytes.
+    Raises KeyboardInterrupt after Ctrl-C.
     """
     asyncio.run(_serve_pipes(server, service, *pipes))
 
@@ -239,16 +238,11 @@ async def _serve_pipes(server, service, stdin, stdout) -> None:
     to_client, from_session = anyio.create_memory_object_stream(0)
     reading = anyio.CancelScope()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, reading.cancel)
-    problem = ""
 
     async def read():
-        nonlocal problem
         async with to_session:
             with reading:
-                while line := await in_thread(stdin.readline, MOST_LINE + 1):
-                    if len(line) > MOST_LINE:
-                        problem = f"stdin: a message has over {MOST_LINE >> 20} MiB"
-                        break
+                while line := await in_thread(stdin.readline):
                     try:
                         message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                     except ValueError:
@@ -276,7 +270,6 @@ async def _serve_pipes(server, service, stdin, stdout) -> None:
     finally:
         service.end()
         service.close()
-    require(not problem, problem)
 
 
 def _write_whole(pipe: BinaryIO, data: bytes) -> None:
