@@ -81,7 +81,7 @@ INFRASTRUCTURE = (
     socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
     TimeoutError("timed out"),
     OSError(errno.EHOSTUNREACH, "No route to host"),
-    UserError("index/passages.jsonl: passage 3 is damaged; build the index again"),
+    UserError("index: not a whole index; build it: python tools.py index PATH --out DIR"),
     RuntimeError("Expected all tensors to be on the same device, but got cuda:3 and cuda:0"),
     EndpointError("no connection"),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
