@@ -1,4 +1,4 @@
-"""What a decoder computes and reads per token, and what GPUs provide: for MFU and the planner."""
+"""What a decoder computes and keeps per token, and what GPUs provide: for MFU and the planner."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its data sheet: dense bf16 FLOP/s, bytes/s of memory, bytes of memory."""
+    """A GPU by its data sheet: dense bf16 FLOP/s, bytes of memory."""
 
     flops: float
-    bandwidth: float
     memory: float
 
 
@@ -30,10 +29,9 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Costs:
-    """FLOPs of a forward pass, the bytes that it reads in bf16, and what a backward pass needs."""
+    """FLOPs of a forward pass, bytes of keys and values in bf16, and what a backward pass needs."""
 
     numbers: int  # of the model, without its norms
-    weight_bytes: int  # of the matrices that a forward pass reads
     token_flops: int  # of a token in the layers
     logit_flops: int  # of a token's logits
     pair_flops: int  # of a pair of query and key
@@ -56,7 +54,7 @@ class Costs:
         adapters = layers * (7 * hidden + 2 * q + 2 * kv + 3 * config.intermediate_size)
         flops = 2 * linear, 2 * head, 4 * layers * q
         numbers = linear + head * (1 if config.tie_word_embeddings else 2)
-        return cls(numbers, 2 * (linear + head), *flops, 4 * layers * kv, kept, adapters)
+        return cls(numbers, *flops, 4 * layers * kv, kept, adapters)
 
 
 def model_flops(
