@@ -77,20 +77,6 @@ def test_aliases_are_many_and_differ_between_splits(tasks):
         assert len(set(aliases)) > 0.5 * len(aliases)
 
 
-def test_the_same_task_in_other_words_or_names():
-    plain, words, names = (
-        Miniature(0, None, **options).task("held_out", 7)
-        for options in ({}, {"words": "train"}, {"names": "train"})
-    )
-    assert words.question != plain.question and words.data == plain.data
-    assert (
-        names.data["answer"] == plain.data["answer"]
-        and names.preference.name == plain.preference.name
-    )
-    for ours, theirs in zip(names.data["tools"], plain.data["tools"], strict=True):
-        assert ours["name"] != theirs["name"] and ours | {"name": ""} == theirs | {"name": ""}
-
-
 def features(answer):
     """What stands on the surface of an answer: its length, its digits, its size, its parity."""
     digits = [int(d) for d in answer if d.isdigit()]

@@ -5,8 +5,8 @@ by heart. They are split by the hashes of the grammar's entries, so before any t
 
     train       trained lines and words alone
     held_out    trained words, and at least one line that training never shows
-    unseen      trained lines, and at least one word that training never shows (ten of the 44, such
-                as "find me", can come about from other entries)
+
+One word in ten is in neither.
 """
 
 import random
@@ -18,11 +18,10 @@ from typing import Any
 
 from nanorchestra.files import read_toml
 
-TRAIN, HELD_OUT, UNSEEN = "train", "held_out", "unseen"  # the splits
+TRAIN, HELD_OUT = "train", "held_out"  # the splits
 GRAMMAR = read_toml(Path(__file__).with_suffix(".toml"))
 GRAMMAR["lines"] |= read_toml(Path(__file__).with_name("wishes.toml"))["lines"]
 ALWAYS = 3  # the first entries of a list, which training always shows
-NEW = {HELD_OUT: "lines", UNSEEN: "words"}  # split -> section of which it shows new entries
 ONE_OF = {"lines": 5, "words": 10}  # one entry of so many is new
 PART = re.compile(r"<([a-z_]+)>|\[([^\[\]]*)\]")
 CAPITALS = 0.75  # of the sentences begin with a capital letter
@@ -34,7 +33,7 @@ def draw_sentence(rng: random.Random, name: str, split: str, **values: Any) -> s
     `values` are filled in where the grammar has their names in braces.
     """
     text, is_new = _expanded(rng, name, split, values)
-    while split in NEW and not is_new:
+    while split == HELD_OUT and not is_new:
         text, is_new = _expanded(rng, name, split, values)
     text = re.sub(r" +(?=[ .,:!?]|$)", "", text)  # where an alternative was nothing
     text = re.sub(r"\b([Aa]) (?=[aeiou](?!ne\b))", r"\1n ", text)
@@ -53,7 +52,8 @@ def _expanded(rng, name, split, values) -> tuple[str, bool]:
     while part := PART.search(text):
         if part[1]:
             trained, new = _entries(part[1])
-            shown = trained + new if part[1] in GRAMMAR.get(NEW.get(split), ()) else trained
+            held_out = split == HELD_OUT and part[1] in GRAMMAR["lines"]
+            shown = trained + new if held_out else trained
             entry = rng.choice(shown)
             is_new |= entry in new
             chosen = entry.format(**values)

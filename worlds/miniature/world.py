@@ -50,16 +50,10 @@ from worlds.miniature.teacher import read, teach
 
 @dataclass(frozen=True)
 class Miniature:
-    """The world of the miniature. Its tasks have no end; it demonstrates them, too.
-
-    words, names: the split whose sentences or aliases all tasks have, "" for that of the task; the
-    tasks are otherwise the same. Words can be "unseen", too (language.py).
-    """
+    """The world of the miniature. Its tasks have no end; it demonstrates them, too."""
 
     seed: int
     sandbox: Sandbox
-    words: str = ""
-    names: str = ""
     name: ClassVar[str] = "miniature"
 
     def size(self, split: Split) -> None:
@@ -98,17 +92,16 @@ class Miniature:
         question = DRAW_QUESTION[kind](rng, split, difficulty)
         tools = _draw_offers(rng, kind, most_tools)
         aliases = random.Random(f"{self.seed}/{split}/{index}/names")
-        names = draw_names(aliases, len(tools), (self.names or split) == HELD_OUT)
+        names = draw_names(aliases, len(tools), split == HELD_OUT)
         tools = [{"name": name} | offer for name, offer in zip(names, tools, strict=True)]
         phrasing = random.Random(f"{self.seed}/{split}/{index}/words")
-        words = self.words or split
         weighed = rng.choices(list(PREFERENCES), [share for share, _ in PREFERENCES.values()])[0]
-        text = draw_sentence(phrasing, f"wish_{weighed}", words)
+        text = draw_sentence(phrasing, f"wish_{weighed}", split)
         preference = Preference(text, *PREFERENCES[weighed][1])
         options = [offer for offer in tools if offer["what"] != "records"]
         if options[1:] and rng.random() < AVOID_SHARE:
-            preference = forbid(preference, rng.choice(options), phrasing, words)
-        text = question.phrased(phrasing, words)
+            preference = forbid(preference, rng.choice(options), phrasing, split)
+        text = question.phrased(phrasing, split)
         wrong = draw_wrong(rng, question, split)
         return make_task(f"{split}-{self.seed}-{index}", text, question, wrong, tools, preference)
 
