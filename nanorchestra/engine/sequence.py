@@ -179,7 +179,7 @@ class Request:
     weight_versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     completion: Completion | None = None
-    error: Exception | None = None  # why it failed; no other request is touched by it
+    error: Exception | None = None  # why it failed
 
     def __post_init__(self):
         sequence = self.sequence
