@@ -51,19 +51,16 @@ class AttemptHandle:
 
         A call has "name" and "arguments", a result "content", "error", "cost_usd", "latency_s".
         """
-        return self._post("calls", {"calls": calls})["results"]
-
-    def _post(self, path, body) -> Json:
-        request = urllib.request.Request(
-            f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        body = json.dumps({"calls": calls}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}/calls", body, headers)
         try:
             with urllib.request.urlopen(request, timeout=CALLS_S) as reply:
-                return json.load(reply)
+                return json.load(reply)["results"]
         except urllib.error.HTTPError as error:
             with suppress(ValueError, KeyError, TypeError):
                 raise AgentFailure(json.load(error)["error"]["message"]) from None
-            raise AgentFailure(f"{path}: status {error.code}") from None
+            raise AgentFailure(f"calls: status {error.code}") from None
 
 
 @dataclass(frozen=True)

@@ -444,6 +444,26 @@ def test_attempts_are_rows_of_a_trace(start, tmp_path):
     assert httpx.post(nowhere.base + CHAT, json=body).status_code == 200
 
 
+@pytest.mark.slow
+def test_an_innocent_request_beside_costly_schemas_is_answered_promptly(http):
+    """Each takes a second to compile; the interpreter is free meanwhile."""
+
+    def ask_costly(number):
+        many = {f"{number}p{i}": {"type": "integer"} for i in range(2000)}
+        schema = {"type": "object", "properties": many, "required": list(many)[:1]}
+        body = chat_body("babble", response_format=form(schema), max_tokens=20)
+        return http.post(CHAT, json=body, timeout=60).status_code
+
+    with ThreadPoolExecutor(8) as pool:
+        costly = [pool.submit(ask_costly, number) for number in range(8)]
+        for stream in (False, True) * 3:
+            start = time.monotonic()
+            answer = http.post(CHAT, json=chat_body(stream=stream))
+            assert answer.status_code == 200 and time.monotonic() - start < 2
+        assert not costly[-1].done()
+        assert {each.result() for each in costly} <= {200, 400}
+
+
 @pytest.mark.parametrize("drain_s, tokens", [(60, 300), (0.2, 2000)])
 def test_an_ending_server_lets_streams_finish_until_its_deadline(
     start, drain_s, tokens, monkeypatch
