@@ -88,6 +88,11 @@ def test_what_the_server_refuses_is_one_line_that_says_what_mends_it(endpoint, c
             {"error": {"code": 400, "message": "m does not support tools"}},
             "take one that does",
         ),
+        (
+            400,
+            {"error": {"message": "tools: NAME+tools runs the server's own alone"}},
+            "alone; take the model without +tools",
+        ),
         (400, {"object": "error", "message": "max_tokens is too large"}, ":turn_tokens=N"),
         (422, {"detail": [{"loc": "seed"}]}, 'HTTP 422: {"detail": [{"loc": "seed"}]}'),
     ):

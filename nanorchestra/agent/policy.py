@@ -31,6 +31,7 @@ from nanorchestra.tools.threads import in_thread
 
 MENDS = (  # what mends a refusal, by words of it
     (r"^HTTP 401", "OPENAI_API_KEY must hold a key of this server"),
+    (r"runs the server's own alone", "take the model without +tools"),
     (r"^HTTP 404", "is the model's name right, and does the URL end as the server's API, in /v1?"),
     (
         r"HTTP [45].*\btools?\b",
