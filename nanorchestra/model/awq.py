@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanorchestra.errors import require
-
 # The place in a word, counted from its lowest 4 bits, of each of eight neighbouring outputs
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7
 
@@ -48,12 +46,11 @@ class FourBit:
 
 
 def decompressed(
-    names: Collection[str], read: Callable[[str], Tensor], source: str
+    names: Collection[str], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor | FourBit]]:
     """Yields (name, tensor) of a checkpoint of AutoAWQ; what it did not convert comes as it is.
 
-    names: of all tensors, which `read` gives. UserError, which names the `source`, for a part that
-    is missing.
+    names: of all tensors, which `read` gives.
     """
     for name in names:
         module, _, field = name.rpartition(".")
@@ -61,8 +58,6 @@ def decompressed(
         if field not in ("qweight", "qzeros", "scales") or not converted:
             yield name, read(name)
         elif field == "qweight":
-            for part in (f"{module}.qzeros", f"{module}.scales"):
-                require(part in names, f"{source}: {part} is missing beside {name}")
             q, zeros = _awq_values(read(name)), _awq_values(read(f"{module}.qzeros"))
             yield f"{module}.weight", FourBit(q, zeros, read(f"{module}.scales").T)
 

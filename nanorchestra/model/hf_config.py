@@ -89,22 +89,15 @@ def stored_group(path: str | Path) -> int | None:
 
 
 def _awq_group(data, source) -> int | None:
-    """Version "gemm" alone is read, in 4 bits, with zero points."""
+    """Version "gemm" alone is read, in 4 bits."""
     stored = data.get("quantization_config")
     if not isinstance(stored, Mapping) or stored.get("quant_method") != "awq":
         return None
-    defaults = {"version": stored.get("format", "gemm"), "zero_point": True, "group_size": 128}
-    stored = defaults | stored
-
-    def check(holds, field, expected):
-        expected = f"{expected}, as AutoAWQ's version 'gemm' has it"
-        _expect(holds, source, f"quantization_config.{field}", stored.get(field), expected)
-
-    check(stored.get("backend") != "llm-awq", "backend", "autoawq")
-    check(str(stored["version"]).lower() == "gemm", "version", "'gemm'")
-    check(stored.get("bits") == 4, "bits", "4")
-    check(stored["zero_point"] is True, "zero_point", "true")
-    return max(stored["group_size"], 0)  # -1: all columns
+    version, bits = stored.get("version", stored.get("format", "gemm")), stored.get("bits")
+    gemm = str(version).lower() == "gemm"
+    _expect(gemm, source, "quantization_config.version", version, "'gemm'")
+    _expect(bits == 4, source, "quantization_config.bits", bits, "4")
+    return max(stored.get("group_size", 128), 0)  # -1: all columns
 
 
 def read_sampling(path: str | Path) -> dict[str, float]:

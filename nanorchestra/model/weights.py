@@ -279,7 +279,7 @@ def _stored(shards: Mapping[str, Any], path) -> Iterator[tuple[str, Tensor | Fou
     if stored_group(path) is None:
         tensors = ((name, read(name)) for name in shards)
     else:
-        tensors = decompressed(shards, read, str(path))
+        tensors = decompressed(shards, read)
     for name, tensor in tensors:
         if name.endswith("rotary_emb.inv_freq"):
             continue
