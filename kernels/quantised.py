@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.common import check, pick, require
 
 ROWS = 64
-GROUPS = (32, 64, 128, 256)  # columns that may share a scale with 4 bits
+GROUPS = 256, 128, 64, 32  # columns that may share a scale with 4 bits
 PROGRAMS = 192  # of 2 * BLOCK_N outputs: a GPU wants at least as many
 BLOCK_N = 32
 BLOCK_K = 128  # of 8 bits; of 4 bits it is the group

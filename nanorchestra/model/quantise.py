@@ -13,16 +13,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kernels.common import wide_product
-from kernels.quantised import ROWS, quantised_linear
+from kernels.quantised import GROUPS, ROWS, quantised_linear
 from nanorchestra.errors import require
 from nanorchestra.model.awq import FourBit
 from nanorchestra.model.ops import by_kernel
 
 MODES = {"int8": torch.int8, "int4": torch.uint8}  # uint8: two each
 LARGEST = {torch.int8: 127, torch.uint8: 7}  # magnitudes
-# Input columns that may share a scale in int4; 128 is that of most published 4-bit checkpoints.
-GROUPS = 256, 128, 64, 32
-GROUP = 128
+GROUP = 128  # input columns that share a scale in int4: those of most published 4-bit checkpoints
 _BLOCK = 1024  # output rows converted at a time; bounds the full-precision copies in memory
 # fp16, spaced 2^-24 here, still keeps a scale so well that no weight moves by over half a step.
 _SMALLEST_SCALE = 2.0**-21
