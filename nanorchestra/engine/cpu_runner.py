@@ -92,7 +92,7 @@ class CpuRunner:
             [len(request.ids) for request in requests],
             masks,
         )
-        return [errors.get(*pair) for pair in zip(requests, draws, strict=True)]
+        return [errors.get(r, draw) for r, draw in zip(requests, draws, strict=True)]
 
     def wait(self) -> None:
         """Nothing: a step has been computed when `launch` returns."""
