@@ -180,16 +180,3 @@ def test_a_run_leaves_out_what_the_infrastructure_failed_and_goes_on(tmp_path):
         assert bool(failed) == (row["status"] == "infrastructure")
         if failed:
             assert row["advantage"] == 0.0 and not row.get("trainer_logprobs")
-
-
-@pytest.mark.slow
-def test_a_run_of_whose_attempts_more_than_half_fail_ends_with_one_line_of_each_rank(tmp_path):
-    with experts() as server:
-        write_world(tmp_path, server.url, ["failing", "good"])
-        failed, printed = train(tmp_path, "run", steps=1)
-    assert failed and "finished" not in printed
-    line, same = (line for line in printed.splitlines() if "attempts failed" in line)
-    assert line == same
-    assert "of 24 attempts failed" in line and "infrastructure" in line
-    assert "Error: failing did not answer: HTTP 429" in line or "Error: web: no conn" in line
-    assert "UserError" not in printed

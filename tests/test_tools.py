@@ -126,39 +126,6 @@ def test_headers_come_from_the_environment_and_reach_no_message(load, server, mo
     assert secret not in repr(expert) + capsys.readouterr().err
 
 
-def test_an_expert_that_fails_is_a_short_observation_and_billed(load, server, monkeypatch):
-    endpoint = {"timeout_s": 0.8, "key_variable": "MY_KEY"}
-    (expert,) = load(catalogue(EXPERT, here=server.url, endpoint=endpoint))
-    faults = {
-        "MY_KEY is not set; HTTP 401": b"who are you?",
-        "llm gave no answer: nothing (finish_reason 'stop')": said(""),
-        "reasoning alone (finish_reason 'length')": said(None, finish="length", reasoning="hm"),
-        "refused: no": said(None, refusal="no"),
-        "HTTP 400: no llm": b"no m-1",
-        "not JSON: <html>": b"<html>",
-        "within 0.8 s": "drip",
-    }
-    for says, reply in faults.items():
-        server.status = int(*re.findall(r"HTTP (\d+)", says) or [200])
-        server.answer, server.fault = lambda body, r=reply: r, "drip" if reply == "drip" else ""
-        result = expert.call({"task": "capital of France?"})
-        assert result.content.startswith("Error: llm ") and says in result.content
-        assert result.error and len(result.content) < 350
-        own = isinstance(reply, dict) or "HTTP 400" in says  # the model's, or the policy's
-        assert result.infrastructure != own
-        assert (result.cost_usd > 0) == (isinstance(reply, dict) or reply == "drip"), says
-        monkeypatch.setenv("MY_KEY", "k")
-
-
-def test_a_run_spends_no_more_than_its_cap_and_says_so(load, server):
-    server.answer = lambda body: said("a", usage=(10, 100))
-    one, two = load(catalogue(EXPERT, EXPERT | {"name": "two"}, here=server.url, max_usd=0.0006))
-    assert not one.call({"task": "t"}).error and not two.call({"task": "t"}).error
-    result = one.call({"task": "t"})
-    assert result.error and "more than the run has left" in result.content
-    assert len(server.bodies) == 2 and result.cost_usd == 0
-
-
 def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server, monkeypatch):
     monkeypatch.setenv("TAVILY_API_KEY", "tvly")
     prices = {"usd_per_search": 0.03, "usd_per_page": 0.01, "pages": 2, "base_url": server.url}
@@ -413,31 +380,17 @@ def test_a_role_with_nothing_behind_it_is_an_error_at_the_start(tmp_path, sandbo
 def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandbox):
     for content, says in (
         ("1/0", "line 2: ZeroDivisionError: division by zero"),
-        ("a b", "line 2: SyntaxError: "),
         ("x = 1", "no function is decorated with @tool"),
         ("@tool\ndef f(x: str): pass", "function f: it has no docstring"),
         ('@tool\ndef f(x):\n "d"', "function f: parameter x has no type hint"),
-        ('import io\n@tool\ndef f(x: io.IOBase):\n "d"', "Unable to generate pydantic-core schema"),
-        ('@tool\ndef f(*x: str):\n "d"', "function f: name each parameter"),
         ('@tool(kind="serch")\ndef f(query: str):\n "d"', "kind is 'serch'; it must be one of"),
         ('@tool(kind="search")\ndef f(q: str):\n "d"', "kind is 'search', so .* is query: str"),
-        ('@tool(kind="code")\ndef f(code: int):\n "d"', "kind is 'code', so .* is code: str"),
-        ('@tool(kind="code")\ndef f(code: str, x: str):\n "d"', "so .* is code: str"),
-        *(
-            (f'@tool({setting}={value})\ndef f(x: str):\n "d"', f"function f: {says}")
-            for setting, value, says in (
-                ("usd_per_call", "-1", "usd_per_call is -1; it must be a number from 0 to 1,000,0"),
-                ("usd_per_call", "'0.1'", "usd_per_call is '0.1'; it must be"),
-                ("usd_per_call", "None", "usd_per_call is None; it must be"),
-                ("usd_per_call", "True", "usd_per_call is True; it must be"),
-                ("usd_per_call", "float('nan')", "usd_per_call is nan; it must be"),
-                ("usd_per_call", "float('inf')", "usd_per_call is inf; it must be"),
-                ("timeout_s", "0", "timeout_s is 0; it must be a number from 0.1 to 3,600"),
-                ("timeout_s", "'5'", "timeout_s is '5'; it must be"),
-                ("result_words", "2.5", "result_words is 2.5; it must be an integer from 1 to"),
-                ("usd", "1", "no setting 'usd'; there are usd_per_call, "),
-            )
+        ('@tool(usd_per_call="0.1")\ndef f(x: str):\n "d"', "usd_per_call is '0.1'; it must be"),
+        (
+            '@tool(timeout_s=0)\ndef f(x: str):\n "d"',
+            "timeout_s is 0; it must be a number from 0.1",
         ),
+        ('@tool(usd=1)\ndef f(x: str):\n "d"', "no setting 'usd'; there are usd_per_call, "),
     ):
         (tmp_path / "mine.py").write_text(f"from tools import tool\n{content}")
         with pytest.raises(UserError, match=says) as refused:
@@ -487,21 +440,14 @@ PUBLISHED_FORM = {
 def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"text": 1}\n')
     key, header = {"key_variable": "sk-123"}, {"headers": {"X-Org": "org-123"}}
-    effort = MINE | {"reasoning_effort": "hi"}
     for content, says in (
         ([], "t.json: no tool"),
-        ([CODE | {"usd_per_call": math.nan}], "t.json: nan is not a number"),
         (catalogue(CODE, max_usd=math.nan), "t.json: nan is not a number"),
-        ([CODE | {"name": {"a": 1}}], r"t.json: .*name: .*is not of type .string"),
-        ([{"function": {"name": {"a": 1}}}], r"t.json: .*name: .*is not of type .string"),
-        (7, "t.json: 7 is not of type 'object', 'array'"),
         ([{}], r"t.json: tools\[0\]: .* is a required property"),
         ([CODE, CODE], "t.json: two tools are named 'py'"),
         ([CODE | {"kind": "Code"}], r"t.json: tools\[0\].kind: "),
-        ([CODE | {"usd_per_call": float("inf")}], r"t.json: tools\[0\].usd_per_call: "),
         ([CODE | {"name": "a b"}], r"t.json: tools\[0\].name: "),
         ([CODE | {"colour": 1}], r"t.json: tools\[0\]: .*colour"),
-        ([CODE, SEARCH | {"passages": 0}], r"t.json: tools\[1\].passages: "),
         ([SEARCH | {"corpus": "none.jsonl"}], "none.jsonl: "),
         ([SEARCH | {"corpus": "broken.jsonl"}], "broken.jsonl, line 1: "),
         (catalogue(EXPERT, here="http://user:sk-123@h/v1"), "t.json: endpoints.here.base_url: "),
@@ -510,36 +456,16 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
             catalogue(EXPERT, endpoint=header),
             r"t.json: endpoints.here.headers\['X-Org'\]: must be '\$NAME'",
         ),
-        (
-            catalogue(EXPERT, endpoint={"headers": {"X-Org\n": "$A"}}),
-            "t.json: endpoints.here.headers: ",
-        ),
         (catalogue(WEB | {"base_url": "tvly-123"}), r"t.json: tools\[0\].base_url: must be http"),
-        (
-            catalogue(EXPERT, experts={"mine": effort}),
-            "t.json: experts.mine.reasoning_effort: 'hi' is",
-        ),
         (catalogue(EXPERT, experts={}), "t.json: llm: expert is 'mine'; it must be one of gpt-5, "),
-        (
-            catalogue(EXPERT, experts={"mine": {"usd": [1, 1]}}),
-            "t.json: experts.mine: 'endpoint' is ",
-        ),
         (catalogue(EXPERT, experts={"mine": MINE | {"endpoint": "x"}}), "t.json: experts.mine.end"),
         (
             catalogue(ANSWER | {"models": ["big"]}),
             "t.json: answer: big: expert is 'big'; it must be one",
         ),
-        *(
-            (
-                catalogue(ANSWER | {"parameters": PUBLISHED_FORM | wrong}),
-                r"t.json: (tools\[0\].|answer: )param",
-            )
-            for wrong in (
-                {"required": 3},
-                {"required": []},
-                {"type": "string"},
-                {"minProperties": "x"},
-            )
+        (
+            catalogue(ANSWER | {"parameters": PUBLISHED_FORM | {"required": []}}),
+            r"t.json: (tools\[0\].|answer: )param",
         ),
         ([CODE | {"kind": "role", "name": "answer"}], r"t.json: tools\[0\]: .*usd_per_call"),
     ):
@@ -556,11 +482,7 @@ def test_a_misspelt_name_in_a_catalogue_is_told_with_the_nearest(tmp_path, sandb
         (f"[[tool]]\n{python}", "tools"),
         (f"[[tools]]\n{python}usd_per_cal = 1", "usd_per_call"),
         (f"[[tools]]\n{python.replace('code', 'serch')}", "search"),
-        (f"[[tools]]\n{python.replace('descr', 'desr')}", "description"),
-        (f"{expert}{mine}endpont = 'x'", "endpoint"),
-        (f"{expert}{mine.replace('openai', 'opanai')}", "openai"),
         (f"{expert.replace('mine', 'mien')}{mine}", "mine"),
-        (f"{expert}{mine}reasoning_effort = 'medum'", "medium"),
     ):
         (tmp_path / "mine.toml").write_text(text)
         with pytest.raises(UserError, match=rf"mine\.toml.*; did you mean {near}\?$"):
@@ -611,7 +533,7 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox, monkeypatch
 
 @pytest.mark.parametrize(
     "charged, billed",
-    [(0.2, 0.2), (0.0, 0.0), (0.3, 0.3), (-1.0, 0.25), (math.nan, 0.25), (math.inf, 0.25)],
+    [(0.2, 0.2), (0.0, 0.0), (0.3, 0.3), (-1.0, 0.25), (math.nan, 0.25), ("0.1", 0.25)],
 )
 def test_a_function_charges_no_more_than_it_states(charged, billed):
     """A user's limit holds by what a function states; a charge beyond it is an error, billed."""
@@ -644,14 +566,3 @@ def test_a_result_that_a_function_makes_itself_is_made_plain():
         result = ask.call({"text": "well?"})
         assert (result.content, result.cost_usd, result.refused) == (text, 0.1, False)
         assert result.latency_s == 3 if latency_s == 3 else 0 <= result.latency_s < 1
-
-
-@pytest.mark.parametrize("charged", ["0.1", None, True])
-def test_a_charge_that_is_no_number_is_an_error_and_billed(charged):
-    @tool(usd_per_call=0.25)
-    def ask(text: str) -> ToolResult:
-        """Asks."""
-        return ToolResult("yes", charged)
-
-    result = ask.call({"text": "well?"})
-    assert result.error and result.cost_usd == 0.25 and f"{charged!r}" in result.content

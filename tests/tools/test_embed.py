@@ -104,8 +104,6 @@ def test_a_device_that_is_not_there_is_one_line(monkeypatch):
     for name, says in (
         ("cuda:2", "--device cuda:2: there are 2 GPUs; the last is cuda:1"),
         ("gpu", "--device gpu: it must be cpu or cuda:N"),
-        ("cuda:", "--device cuda:: it must be"),
-        ("cpu:0", "--device cpu:0: it must be"),
     ):
         with pytest.raises(UserError, match=says):
             device_named(name)

@@ -36,7 +36,6 @@ from nanorchestra.tools.index import Index, Passage
 from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.replies import ReplyStore, in_attempt
 from nanorchestra.tools.sandbox import Sandbox
-from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.advantages import Advantage, group_advantages
 from nanorchestra.training.objectives import objective_of
@@ -68,6 +67,7 @@ def wrapped(outer, inner):
     return outer
 
 
+ITSELF = ValueError("round and round")  # raised from itself
 INFRASTRUCTURE = (
     *replied(429),
     *replied(503),
@@ -98,6 +98,7 @@ ORDINARY = (
     *replied(400),
     *replied(404),
     wrapped(ValueError("no such city"), KeyError("Atlantis")),
+    wrapped(ITSELF, ITSELF),
     socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
     UnicodeDecodeError("utf-8", b"x", 0, 1, "invalid start byte"),
     EndpointError("HTTP 400: too long", bad_request=True),
@@ -274,11 +275,6 @@ def test_a_function_that_hangs_or_exits_ends_its_call_alone(monkeypatch):
     assert result.content == "Error: g: SystemExit: no" and result.error
 
 
-def test_an_exception_that_was_raised_from_itself_is_judged(monkeypatch):
-    error = ValueError("round and round")
-    assert not is_infrastructure(wrapped(error, error))
-
-
 class Broken:
     """An index whose device fails."""
 
@@ -373,17 +369,6 @@ def test_a_full_disk_is_not_the_fault_of_a_question_to_an_expert(tmp_path, monke
         expert = Expert("m", Endpoint(server.url), "m", Price(1, 1), spending)
         result = expert.ask("hi", "m")
     assert result.infrastructure and "m failed: UserError: spent/0.json" in result.content
-
-
-def test_a_search_of_the_web_that_fails_says_how_long_it_took(tmp_path, monkeypatch):
-    monkeypatch.setenv("TAVILY_API_KEY", "none")
-    with openai_server() as server:
-        server.answer = lambda body: time.sleep(0.1) or b"<html>"
-        web = WebSearch("web", "d", str(tmp_path), base_url=server.url)
-        result = web.call({"query": "gold"})
-        assert result.infrastructure and 0.1 <= result.latency_s < 1.0
-        server.status = 400
-        assert not web.call({"query": "gold"}).infrastructure
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from openai_server import openai_server, said
 from nanorchestra.records import Price
 from nanorchestra.schemas import bounded_json
 from nanorchestra.tools import http
-from nanorchestra.tools.http import post
 from nanorchestra.tools.models import Endpoint, Expert, most_tokens
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Spending
@@ -70,60 +69,29 @@ def flood(head, block=b"x" * (1 << 20), blocks=1500):
 
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
-MOVED = "Location: http://127.0.0.1:{}/chat/completions"
 INSIDE = b'{"choices": [{"message": {"content": %s}}]}'
 BILLED, FREE = True, False
 INFRASTRUCTURE, ORDINARY, ANSWERED = "infrastructure", "ordinary", "answered"
 FAULTS = {  # name: (what is sent, how the call ends, what it says, whether the model is paid)
-    "retry in the year 99999": (
-        reply(b"busy", "429 Busy", "Retry-After: Fri, 31 Dec 99999 23:59:59 GMT"),
-        INFRASTRUCTURE, "HTTP 429: busy", FREE,
-    ),
     "retry after 10^400 s": (
         reply(b"busy", "503 Busy", "Retry-After: 1" + "0" * 400),
         INFRASTRUCTURE, "HTTP 503: busy", FREE,
     ),
-    "retry after nonsense": (
-        reply(b"busy", "503 Busy", "Retry-After: -5, nan, \xff"), INFRASTRUCTURE, "HTTP 503", FREE,
-    ),
     "usage of 10^400": (uses(b"1" + b"0" * 400, b"5"), ANSWERED, "42", BILLED),
-    "usage of 10^18": (uses(b"1" + b"0" * 18, b"1" + b"0" * 18), ANSWERED, "42", BILLED),
     "usage of NaN": (uses(b"NaN", b"-Infinity"), ANSWERED, "42", BILLED),
-    "usage of 1e999": (uses(b"1e999", b"-1e999"), ANSWERED, "42", BILLED),
     "negative usage": (uses(b"-7", b"-1e300"), ANSWERED, "42", BILLED),
-    "usage of true": (uses(b"true", b"false"), ANSWERED, "42", BILLED),
-    "usage of lists": (uses(b"[[[]]]", b'{"a": []}'), ANSWERED, "42", BILLED),
-    "content nested 900 deep": (
-        reply(INSIDE % (b"[" * 900 + b"]" * 900)), INFRASTRUCTURE, "nested deeper than 64", BILLED,
-    ),
     "content nested 10^6 deep": (
         reply(INSIDE % (b"[" * 10**6 + b"]" * 10**6)), INFRASTRUCTURE, "nested deeper", BILLED,
-    ),
-    "objects nested 900 deep": (
-        reply(INSIDE % (b'{"text":' * 900 + b"1" + b"}" * 900)),
-        INFRASTRUCTURE, "nested deeper", BILLED,
-    ),
-    "9000 choices": (
-        reply(b'{"choices": [' + b"{}," * 9000 + b"{}]}"), INFRASTRUCTURE, "required", BILLED,
     ),
     "1.5 GB": (flood(OK + b"\r\n{"), INFRASTRUCTURE, "more than 8 MiB", BILLED),
     "an error of 1.5 GB": (
         flood(b"HTTP/1.1 500 No\r\n\r\n"), INFRASTRUCTURE, "HTTP 500: xxx", FREE,
     ),
-    "a redirect of 1.5 GB": (
-        flood(b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\n\r\n"),
-        INFRASTRUCTURE, "HTTP 302: redirected to http://127.0.0.1:9/, which is not fol", FREE,
-    ),
     "a redirect to a file": (
         reply(b"", "301 Moved", "Location: file:///etc/passwd"), INFRASTRUCTURE, "HTTP 301", FREE,
     ),
-    "a redirect to nowhere": (reply(b"", "308 Moved"), INFRASTRUCTURE, "nowhere", FREE),
-    "a status that drips": (sent(b"HTTP/1.1 ", "2"), INFRASTRUCTURE, "no whole reply", BILLED),
     "headers that drip": (sent(OK, "X"), INFRASTRUCTURE, "no whole reply", BILLED),
-    "a chunk's size that drips": (sent(CHUNKED, "0"), INFRASTRUCTURE, "no whole reply", BILLED),
-    "a chunk's name that drips": (sent(CHUNKED + b"5;", "x"), INFRASTRUCTURE, "no whole", BILLED),
     "a body that drips": (sent(OK + b"\r\n", " "), INFRASTRUCTURE, "no whole reply", BILLED),
-    "trailers that drip": (sent(CHUNKED + b"0\r\n", "x"), INFRASTRUCTURE, "no whole", BILLED),
     "an error that drips": (
         sent(b"HTTP/1.1 500 No\r\n\r\n", "x"), INFRASTRUCTURE, "no whole reply", FREE,
     ),
@@ -131,34 +99,18 @@ FAULTS = {  # name: (what is sent, how the call ends, what it says, whether the 
     "100 Continue for ever": (
         sent("HTTP/1.1 100 Continue\r\n\r\n"), INFRASTRUCTURE, "no whole reply", BILLED,
     ),
-    "103 Early Hints": (reply(b"", "103 Early Hints"), INFRASTRUCTURE, "not JSON", FREE),
     "500 headers": (reply(GOOD, "200 OK", *["A: b"] * 500), INFRASTRUCTURE, "not HTTP", FREE),
     "a header of 1 MB": (reply(GOOD, "200 OK", "A: " + "b" * 10**6), INFRASTRUCTURE, "HTTP", FREE),
-    "another protocol": (sent(b"SSH-2.0-OpenSSH_9.6\r\n"), INFRASTRUCTURE, "not HTTP", FREE),
-    "HTTP/0.9": (sent(b"hello\r\n"), INFRASTRUCTURE, "not HTTP", FREE),
-    "a status in words": (reply(GOOD, "fine"), INFRASTRUCTURE, "not HTTP", FREE),
-    "a status of 999": (reply(GOOD, "999 ?"), INFRASTRUCTURE, "HTTP 999", FREE),
     "a connection that closes": (sent(), INFRASTRUCTURE, "no connection", FREE),
     "half a header": (sent(OK + b"Content-Le"), INFRASTRUCTURE, "not JSON: an empty", FREE),
     "half a reply": (reply(GOOD, length=10**6), INFRASTRUCTURE, "breaks off", BILLED),
-    "half a chunk": (sent(CHUNKED + b"ff\r\n{"), INFRASTRUCTURE, "breaks off", BILLED),
     "a length of 10^400": (reply(GOOD, length=10**400), INFRASTRUCTURE, "breaks off", BILLED),
-    "a length below 0": (reply(GOOD, length=-5), ANSWERED, "42", BILLED),
-    "a length in words": (reply(GOOD, length="long"), ANSWERED, "42", BILLED),
-    "a chunk of no size": (sent(CHUNKED + b"zz\r\n{}"), INFRASTRUCTURE, "breaks off", BILLED),
     "a chunk below 0": (sent(CHUNKED + b"-5\r\n{}\r\n0\r\n"), INFRASTRUCTURE, "", BILLED),
-    "a compressed reply": (
-        reply(gzip.compress(GOOD), "200 OK", "Content-Encoding: gzip"),
-        INFRASTRUCTURE, "not JSON", FREE,
-    ),
     "a bomb": (
         reply(gzip.compress(b" " * 10**8), "200 OK", "Content-Encoding: gzip"),
         INFRASTRUCTURE, "not JSON", FREE,
     ),
-    "bytes": (reply(bytes(range(256)) * 9), INFRASTRUCTURE, "not JSON", FREE),
-    "nothing": (reply(b"", "204 No Content"), INFRASTRUCTURE, "not JSON: an empty reply", FREE),
     "a page": (reply(b"<html>\n<title>502"), INFRASTRUCTURE, "not JSON: <html> <title>502", FREE),
-    "another object": (reply(b'{"answer": 42}'), INFRASTRUCTURE, "'choices' is a required", BILLED),
     "the key in an error": (
         reply(f"no {KEY}, no {json.dumps(KEY)}".encode(), "400 Bad"), ORDINARY, "no ..., no", FREE,
     ),
@@ -168,15 +120,10 @@ FAULTS = {  # name: (what is sent, how the call ends, what it says, whether the 
     ),
     "the key in an answer": (answers(f"your key: {KEY}"), ANSWERED, "your key: ...", BILLED),
     "half a surrogate pair": (answers("a\ud800b"), ANSWERED, "a\ufffdb", BILLED),
-    "a reason of lists": (answers("", finish=[[]] * 999), ORDINARY, "gave no answer", BILLED),
     "a missing key": (reply(b"who?", "401 No"), INFRASTRUCTURE, "HTTP 401: who?", FREE),
     "too long": (reply(b"8192 tokens at most", "400 Bad"), ORDINARY, "8192 tokens at most", FREE),
-    "too large": (reply(b"", "413 Large"), ORDINARY, "HTTP 413", FREE),
     "an error in a reply": (
         reply(b'{"error": {"code": 503, "message": "busy"}}'), INFRASTRUCTURE, "busy", FREE,
-    ),
-    "too long, in a reply": (
-        reply(b'{"error": {"code": 400, "message": "long"}}'), ORDINARY, "long", FREE,
     ),
     "nothing said": (answers(""), ORDINARY, "gave no answer: nothing", BILLED),
     "a refusal": (answers("", refusal="I\nwill not"), ORDINARY, "refused: I will not", BILLED),
@@ -289,9 +236,6 @@ def test_the_key_alone_speaks_for_the_user_and_proxies_see_neither_key_nor_text(
     assert len(told) == 3 and "sk-secret" not in told[0] and "Bearer" not in told[0]
     direct = expert("https://excepted.invalid/v1", Spending(), 1.0).ask("hi", "e")
     assert "Tunnel" not in direct.content and direct.infrastructure
-    monkeypatch.setenv("https_proxy", "socks5://127.0.0.1:1")
-    result = expert("https://api.invalid/v1", Spending(), 1.0).ask("hi", "e")
-    assert "HTTPS_PROXY must be http://" in result.content
 
 
 @contextmanager
@@ -331,10 +275,6 @@ def test_what_never_becomes_a_connection_ends_too(server):
             (server.url.replace("http", "https"), "no connection (", "hi"),
             (f"https://127.0.0.1:{dripping}/v1", "no whole reply within 0.3 s", "hi"),
             (f"http://127.0.0.1:{deaf}/v1", "no whole reply within 0.3 s", "x" * 10**7),
-            ("http://127.0.0.1:99999/v1", "Port out of range", "hi"),
-            ("ftp://127.0.0.1/v1", "must be http:// or https://", "hi"),
-            ("http://me:pass@127.0.0.1/v1", "without a key", "hi"),
-            (f"http://{'a' * 70}.invalid/v1", "UnicodeError", "hi"),
         ):
             start, spending = time.monotonic(), Spending(most=1000.0)
             result = expert(address, spending, 0.3).ask(text, "e")
@@ -344,10 +284,9 @@ def test_what_never_becomes_a_connection_ends_too(server):
 
 
 def test_a_key_that_cannot_be_sent_is_an_error_without_the_key(server, monkeypatch):
-    for key in ("sk-secret\u20ac", "sk-secret\udcff"):
-        monkeypatch.setenv("OPENAI_API_KEY", key)
-        result = expert(server.url, Spending(), 1.0).ask("hi", "e")
-        assert result.infrastructure and "sk-secret" not in result.content
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\u20ac")
+    result = expert(server.url, Spending(), 1.0).ask("hi", "e")
+    assert result.infrastructure and "sk-secret" not in result.content
 
 
 def test_a_call_that_raises_keeps_no_reservation():
@@ -365,7 +304,7 @@ def test_a_call_that_raises_keeps_no_reservation():
 def test_scores_of_a_search_are_numbers_or_nothing(server, monkeypatch, tmp_path):
     monkeypatch.setenv("TAVILY_API_KEY", KEY)
     web = WebSearch("web", "", str(tmp_path), base_url=server.url)
-    for number, score in enumerate(("1" + "0" * 400, "NaN", "1e999", "null", "0.5")):
+    for number, score in enumerate(("1" + "0" * 400, "NaN", "0.5")):
         hits = f'{{"results": [{{"url": "u", "content": "text", "score": {score}}}]}}'
         server.answer = lambda body, hits=hits: hits.encode()
         result = web.call({"query": f"q{number}"})
@@ -381,10 +320,3 @@ def test_json_from_outside_is_plain():
     for text in ("[" * 65 + "]" * 65, "[" * 10**5, "", "{]"):
         with pytest.raises(ValueError):
             bounded_json(text)
-
-
-def test_a_whole_reply_is_returned_with_what_it_took(server):
-    server.answer = lambda body: {"text": body["text"] * 2}
-    reply, (retries, seconds, waited) = post(server.url, {"text": "ab"}, {}, "NO_KEY_AT_ALL", 5.0)
-    assert reply == {"text": "abab"} and retries == waited == 0 < seconds < 5
-    assert "Authorization" not in server.headers[-1]

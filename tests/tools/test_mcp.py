@@ -37,8 +37,6 @@ if fault == "schemas":
     remote = {"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:1/x"}}}
     circle = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}
     LIST |= {"remote": remote, "circle": circle, "old": SHAPE | {"items": [{}, 1]}}
-if fault == "noise":
-    print("starting up", flush=True)
 async def listing(ctx, params):
     return t.ListToolsResult(tools=[t.Tool(name=n, input_schema=s) for n, s in LIST.items()])
 async def call(ctx, params):
@@ -196,11 +194,6 @@ def test_a_call_that_takes_too_long_is_the_policys_unless_the_server_hangs(load)
         assert tool.call({"text": "again"}).content == "again"
 
 
-def test_noise_on_stdout_is_skipped(load):
-    (tool,) = load("noise")
-    assert tool.call({"text": "hello"}).content == "hello"
-
-
 def test_a_schema_that_is_not_served_is_left_out_or_refused(load, capsys):
     served.TOLD.clear()
     assert [tool.name for tool in load("schemas")] == ["s_echo"]
@@ -219,10 +212,7 @@ def test_a_schema_that_is_not_served_is_left_out_or_refused(load, capsys):
         ("", {"command": [sys.executable, "-c", "1/0"]}, "ended with status 1; .*ZeroDivision"),
         ("", {"command": ["sleep", "100"]}, "not ready within 2 s"),
         ("", {"command": None, "url": "http://127.0.0.1:9/mcp"}, "attempts failed"),
-        ("", {"command": None}, "either a command or a url"),
-        ("", {"headers": {"A": "$B"}}, "headers and key_variable are for a server with a url"),
         ("", {"env": ["sk-secret"]}, "must be the name of an environment variable"),
-        ("", {"description": "d"}, "'description' was unexpected"),
     ],
 )
 def test_what_is_wrong_at_the_start_is_one_line(load, monkeypatch, fault, settings, says):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from email.utils import formatdate
 
@@ -73,10 +72,7 @@ def test_tokens_that_the_reply_does_not_state_are_counted(server, usage):
 
 NONSENSE = {
     "no JSON": b"hello",
-    "a page": b"<!DOCTYPE html>\n<title>502</title>",
-    "nothing": b"",
     "an error": {"error": {"message": "quota", "code": 7}},
-    "an error in words": {"error": "quota"},
     "a list": [],
     "no choice": {"choices": []},
     "no message": {"choices": [{}]},
@@ -138,25 +134,6 @@ def test_a_missing_key_is_named(server, monkeypatch, capsys):
     with pytest.raises(EndpointError, match="^the environment variable OPENAI_API_KEY is not set"):
         chat_completion(server.url, {})
     assert "Authorization" not in server.headers[0]
-
-
-def test_a_body_that_drips_ends_at_the_time_out_of_the_whole_call(server):
-    server.fault, before = "drip", threading.active_count()
-    start = time.monotonic()
-    with pytest.raises(EndpointError, match=r"^no whole reply within 0.3 s$") as error:
-        chat_completion(server.url, BODY, timeout_s=0.3)
-    assert time.monotonic() - start < 1.5 and len(server.bodies) == 1
-    assert error.value.tokens[0] >= 75  # the server has worked
-    while threading.active_count() > before:  # the thread of the call ends too
-        assert time.monotonic() - start < 5
-        time.sleep(0.02)
-
-
-def test_a_reply_that_breaks_off_is_billed(server):
-    server.fault = "break"
-    with pytest.raises(EndpointError, match="breaks off") as error:
-        chat_completion(server.url, BODY)
-    assert error.value.tokens > (75, 0) and len(server.bodies) == 1
 
 
 def test_an_endpoint_that_is_not_there_is_tried_three_times_and_named(monkeypatch, waits):

@@ -198,10 +198,7 @@ def test_a_wrong_word_or_directory_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     for word, says in (
         ("reel", "is 'reel'; it must be simulated, real, record:DIR or replay:DIR"),
-        ("record:", "must be simulated"),
-        ("replay", "must be simulated"),
         (f"replay:{tmp_path}", "holds no recorded replies"),
-        (f"replay:{tmp_path}/none", "holds no recorded replies"),
         (f"record:{tmp_path}/file", "no directory that can be made"),
     ):
         with pytest.raises(UserError, match=f"task.experts.*{says}"):

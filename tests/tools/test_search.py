@@ -64,14 +64,9 @@ def test_every_fault_is_a_short_error_and_the_next_call_works(tavily, make, monk
     web = make(timeout_s=1.0)
     for fault, status, reply, says in (
         ("", 401, {"detail": KEY}, "401"),
-        ("", 429, {}, "429"),
         ("", 500, b"<html>", "500"),
         ("", 200, b"<html>", "JSON"),
-        ("", 200, b"", "JSON"),
         ("", 200, {"answer": 1}, "results"),
-        ("", 200, {"results": [{"url": 5}]}, "5 is not of type"),
-        ("", 200, [], "is not of type 'object'"),
-        ("break", 200, {"results": HITS}, "breaks off"),
         ("drip", 200, {}, "no whole reply within 1 s"),
     ):
         tavily.fault, tavily.status, tavily.answer = fault, status, lambda body, r=reply: r
@@ -96,12 +91,6 @@ def test_a_missing_key_is_named(make, monkeypatch):
         make()
     with pytest.raises(UserError, match="web: offline needs a cache"):
         WebSearch("web", "", offline=True)
-
-
-@pytest.mark.parametrize("cache", ["a" * 300, "/dev/null/x"])
-def test_a_cache_that_cannot_be_made_is_one_line(tavily, cache):
-    with pytest.raises(UserError, match="web: cache is .*no directory that can be made"):
-        WebSearch("web", "", cache)
 
 
 def test_pages_that_were_not_asked_for_are_not_paid(tavily, make):
