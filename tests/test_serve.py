@@ -30,15 +30,12 @@ from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.model import chat
-from nanorchestra.records import Preference, Price, ToolResult
+from nanorchestra.records import Price, ToolResult
 from nanorchestra.report.terminal import Console
-from nanorchestra.serving.http import problem_of
-from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, replay
-from worlds.miniature.ask import EXAMPLES, as_task
+from worlds.miniature.ask import EXAMPLES
 from worlds.terminal import (
     COMMANDS,
-    SUMS,
     MiniatureQuestions,
     OpenQuestions,
     Terminal,
@@ -200,16 +197,10 @@ def test_commands(talk, nano_tokenizer):
         ("/frob now", "^/frob: no such command; /help lists them$"),
         ("/prefr x", "^/prefr: no such command; /help lists them; did you mean /prefer[?]$"),
         ("/prefer usd=much", "^preference: usd: 'much' is not of type 'number'"),
-        ("/prefer seconds=-1", "^preference: seconds: -1 is less than or equal to the minimum"),
         ("/prefer banana=3", "preference: there is no banana; weights are outcome, cost"),
         ("/prefer never=tool-kuno", "no tool-kuno to ban; .*; did you mean tool-ku-no[?]$"),
-        ("/prefer tool-se-li=-1", "tool-se-li has a weight; nano has learnt to obey bans"),
-        (f"/prefer {'sing ' * 50}", "preference: has 249 characters; nano reads 200 at most"),
-        ("/tools frob", "^/tools: no 'frob'; there are tool-ro-ta-vi, tool-ku-no"),
         ("/tools tool-kuno", "did you mean tool-ku-no[?]$"),
         ("/load /no/file", "^/no/file: cannot be read"),
-        ("/load", "^/load: name the file$"),
-        ("/save", "^/save: name the file$"),
     ):
         with pytest.raises(UserError, match=problem):
             terminal.handle(line)
@@ -266,27 +257,6 @@ def test_what_a_limit_refused_is_said_where_it_happens_in_the_bill_and_in_the_tr
     assert re.search(rf"error  Error: refused tool-ro-ta-vi: {reason}", happened)
     assert re.search(rf"tool-se-li \(1\): .*tool-ro-ta-vi \(1 refused\): {reason}", bill)
     assert re.search(rf"tool-ro-ta-vi {{}}: Error: refused tool-ro-ta-vi: {reason}", trace)
-
-
-def test_save_and_load_work_in_the_miniature_whose_questions_stand_alone(talk, tmp_path):
-    file, script = tmp_path / "said.json", think("t", content="57")
-    terminal, _ = talk(*[script] * 2)
-    with pytest.raises(UserError, match="^/save: nothing was said yet$"):
-        terminal.handle(f"/save {file}")
-    terminal.handle(LAW)
-    terminal.handle(f"/save {file}")
-    again, out = talk(*[script] * 2)
-    again.handle(f"/load {file}")
-    assert out() == f"> {LAW}\n57\nloaded: 1 question; each question here stands alone\n"
-    alone = again.ask(LAW).ids
-    assert alone == terminal.ask(LAW).ids, "the prompt is the question's alone"
-    open_world, out = talk(script, tools=[spy()])  # goes on from messages without ids
-    open_world.handle(f"/load {file}")
-    ids = open_world.ask("and now?").ids
-    assert f"{LAW}<|im_end|>" in open_world.rollout.tokenizer.decode(ids)
-    file.write_text("[[], []]")
-    with pytest.raises(UserError, match="not a conversation of this model"):
-        again.handle(f"/load {file}")
 
 
 def test_nano_outside_its_world_says_so_and_ends_after_three_failed_turns(
@@ -358,10 +328,9 @@ def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsy
     terminal.handle("/tools spy")
     assert "Ada" in rollout.tokenizer.decode(fourth := terminal.ask("Still?").ids)
     assert '"spy"' not in rollout.tokenizer.decode(fourth[:40])
-    for text in ("[]", "[1, 2]", '[[{"role": 3}], []]', '[[{"role": "user"}], [-1e99]]', "{}"):
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(UserError, match="bad.json: not a conversation"):
-            terminal.handle(f"/load {tmp_path / 'bad.json'}")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(UserError, match="bad.json: not a conversation"):
+        terminal.handle(f"/load {tmp_path / 'bad.json'}")
 
 
 def test_a_full_context_is_told_and_the_conversation_goes_on(talk):
@@ -395,21 +364,6 @@ def test_ctrl_c_stops_an_answer_at_once_and_shows_its_cost(talk, monkeypatch, ca
         terminal.rollout.engine.sessions[1].prompt
     )
     assert not failures and capsys.readouterr().err.startswith("serve.py: /frob: no such command")
-
-
-def test_ctrl_c_frees_the_sandbox_within_a_second(talk):
-    with Sandbox(1) as sandbox:
-
-        def call(arguments):
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-            return ToolResult(sandbox.run("while True: pass", 60).stdout)
-
-        terminal, out = talk(think("t", "spy"), tools=[spy(call, blocking=True)])
-        terminal.at_prompt = True
-        terminal.handle("anything")
-        before = time.monotonic()
-        assert sandbox.run("1").stdout == "1\n" and time.monotonic() - before < 1
-        assert "answer none (stopped)" in out()
 
 
 def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
@@ -543,22 +497,19 @@ def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tm
             think("t", "python", code="6 * 7"),
             think("t", "search", query="prefix sharing of pages"),
             think("t", content="42"),
-            *[think("t", "sage", task="what?"), think("t", content="done")] * 4,
+            *[think("t", "sage", task="what?"), think("t", content="done")],
         ]
         terminal, out = talk(*script, tools=world.tools)
         terminal.handle("What is six times seven?")
         assert "result 42 " in out() and "search (1): " in out()
         assert "[engine.md]" in terminal.last["turns"][1]["results"][0]["content"]
         reply = said("ninety")
-        for content, shown in ((["a", {"text": "b"}], "ab"), (17, "17"), (None, "gave no answer")):
-            server.answer = lambda body, content=content: said(content)
-            terminal.handle("and now?")
-            assert shown in out()
         del reply["usage"]
         server.answer = lambda body: reply
-        terminal.handle("missing usage")
+        terminal.handle("and now?")
+        assert "ninety" in out()
         assert terminal.last["cost_usd"] > 0.01, "estimated where the reply does not state it"
-        assert len(terminal.transcript.messages) == 10
+        assert len(terminal.transcript.messages) == 4
 
 
 def test_ask_answers_one_question_and_says_what_is_loaded(command_line):
@@ -593,29 +544,6 @@ def test_an_expert_that_is_down_is_told_and_the_answer_comes_all_the_same(
     assert "error  Error: llm did not answer: no connection (Connection refused)" in out
 
 
-def test_a_recorded_expert_answers_again_without_its_server_and_a_miss_is_told(
-    command_line, tmp_path
-):
-    offered = {"name": "llm", "kind": "expert", "description": "d", "expert": "big"}
-    tables = {"experts": {"big": {"endpoint": "here", "model": "big", "usd": [1, 2]}}}
-    script = think("it knows", "llm", task="what?"), think("so", content="42")
-
-    def asked(word, *script):
-        words = ["--tools", f"{tmp_path}/t.json", "--experts", f"{word}:{tmp_path}/kept"]
-        status, out, _ = command_line("--ask", "what?", *words, "--json", script=script)
-        assert status == 0
-        return json.loads(out)["turns"]
-
-    with openai_server() as server:
-        tables |= {"endpoints": {"here": {"base_url": server.url}}, "tools": [offered]}
-        (tmp_path / "t.json").write_text(json.dumps(tables))
-        recorded = asked("record", *script)
-    assert recorded[0]["results"][0]["content"] == "42" and asked("replay", *script) == recorded
-    other = asked("replay", think("it knows", "llm", task="who?"), script[1])
-    (result,) = other[0]["results"]
-    assert result["infrastructure"] and "replay: no reply is recorded to llm" in result["content"]
-
-
 def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     command_line, tmp_path, monkeypatch, nano_tokenizer, capsys
 ):
@@ -645,34 +573,13 @@ def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line)
     assert outside.startswith("serve.py: outside") and nonsense.startswith("serve.py: /nonsense")
 
 
-def test_a_sum_outside_of_the_miniature_says_which_are_known(talk):
-    """The examples do not say that 48 - 36 is known and 4 * 417 is not."""
-    terminal, out = talk(think("t", content="1"))
-    for line in ("12345 * 6", "what is 2 + 2?", "4*417"):
-        terminal.at_prompt = False
-        with pytest.raises(UserError, match=rf"{re.escape(line)}'; {re.escape(SUMS)}$"):
-            terminal.handle(line)
-        terminal.at_prompt = True
-        terminal.handle(line)
-    assert out().count(SUMS) == 3 == out().count("Three questions to copy")
-    with pytest.raises(UserError) as raised:
-        terminal.world.open("hello", Preference(), 0)
-    assert problem_of(raised.value)[1]["code"] == "outside_the_world"
-    assert "MODEL@URL" in terminal.world.facts()["outside"]
-    for known in re.findall(r"\d+ [*+-] \d+", SUMS):
-        assert as_task(known, Preference()).question
-
-
 def test_a_mistake_is_one_line_and_status_2(command_line, tmp_path):
     for arguments, says in (
         (["--temperature", "-1", "--ask", LAW], "temperature is -1.0"),
         (["--tools", "/no/file"], "/no/file: cannot be read"),
-        (["--tools", "/no/file.py"], "serve.py: /no/file.py: no such file"),
-        (["--index", str(tmp_path)], "not a whole index"),
         (["--ask", "who are you?"], "outside the miniature's world"),
         (["--ask", ""], "--ask: the question is empty"),
         (["--experts", "simulated"], "it must be real, record:DIR or replay:DIR"),
-        (["--experts", "replay:/no/dir"], "--experts: /no/dir holds no recorded replies"),
     ):
         status, out, err = command_line(*arguments)
         *notice, line = err.splitlines()

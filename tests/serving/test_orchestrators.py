@@ -137,17 +137,3 @@ def test_a_silent_stream_has_comments_that_clients_ignore(make_engine, monkeypat
         assert "\n\n: still at work\n\n" in raw and raw.endswith("[DONE]\n\n")
     finally:
         server.stop()
-
-
-def test_silent_answers_leave_the_server_as_it_was(make_engine, monkeypatch):
-    """Two answers whose tool takes longer than a silence may, each at once and as a stream."""
-    monkeypatch.setattr(orchestrate, "KEEP_S", 0.1)
-    server = Running(make_engine(), EchoTool(seconds=0.5, blocking=True))
-    body = {"model": "nano+tools", "messages": [{"role": "user", "content": "!ask"}]}
-    try:
-        for stream in (False, False, True, True):
-            url = f"{server.base}/v1/chat/completions"
-            answer = httpx.post(url, json=body | {"stream": stream}, timeout=60)
-            assert answer.status_code == 200 and "fourty-two" in answer.text, answer.text
-    finally:
-        server.stop()

