@@ -215,7 +215,6 @@ def test_a_row_that_is_no_question_is_left_out_with_one_line(tmp_path, capsys):
     "settings, problem",
     [
         ({"tools": "", "judge": ""}, "needs a catalogue"),
-        ({"judge": "python"}, r"task.judge are \('', 'python'\)"),
         ({"preference": "never=stong"}, "task.preference: there is no stong"),
         ({"rows": ROWS[:1]}, "are too few"),
         (
@@ -313,7 +312,6 @@ def test_rows_whose_calls_do_not_lead_to_the_answer_teach_nothing(world, capsys)
         world([row | wrong for row in ROWS]).lesson(0)
     for calls, problem in (
         ([{"tool": "python", "arguments": {"code": 3}}], "calls: python: code"),
-        ([{"tool": "python"}], "calls: python: "),
     ):
         with pytest.raises(UserError, match=problem):
             world([*ROWS, {"question": "Which?", "answer": "x", "calls": calls}])

@@ -11,7 +11,7 @@ import pytest
 from nanorchestra.agent.attempts import play
 from nanorchestra.agent.load import NANO
 from nanorchestra.config import TaskSection
-from nanorchestra.records import ToolResult, Trajectory
+from nanorchestra.records import Trajectory
 from worlds.load import open_world
 from worlds.metrics import interval, score, summarise
 from worlds.miniature.offers import expected_cost, fits, is_expert, skill
@@ -71,15 +71,6 @@ def test_an_attempt_is_billed_for_every_call(open_miniature):
         assert attempt.cost_usd == pytest.approx(sum(result.cost_usd for result in spent))
         assert attempt.latency_s == pytest.approx(sum(result.latency_s for result in spent))
         assert sum(attempt.calls.values()) == len(spent) > 0
-
-
-def test_an_attempt_ends_where_the_infrastructure_fails(open_miniature):
-    world = open_miniature(0)
-    env = world.environment(world.task("train", 0), 0)
-    for tool in env.by_name.values():
-        tool.call = lambda arguments: ToolResult("down", error=True, infrastructure=True)
-    attempt = use_until_sure(env.task.data["tools"], env)
-    assert (attempt.status, len(attempt.turns)) == ("infrastructure", 1)
 
 
 def test_the_expected_reward_of_a_plan_is_the_mean_over_many_attempts(open_miniature):
@@ -154,19 +145,6 @@ def test_each_task_has_one_of_many_tables():
     task = Miniature(0, None).task("held_out", 0)
     others = [replace(task, id=f"{task.id}/{number}") for number in range(40)]
     assert len({tuple(offer["name"] for offer in by_table(other, 50)) for other in others}) > 1
-
-
-def test_a_table_of_single_calls_comes_near_the_skills():
-    errors = {}
-    for calls in (50, 400, 3200):
-        table = skill_table(calls)
-        gaps = [
-            abs(table[what, subject, level].right - skill(what, subject, level).right)
-            for what, subject, level in table
-            if subject
-        ]
-        errors[calls] = fmean(gaps)
-    assert errors[50] > errors[400] > 1.5 * errors[3200] > 0
 
 
 def test_the_routers_of_any_world(tmp_path, sandbox):

@@ -145,14 +145,10 @@ def test_words_say_what_is_preferred_and_splits_share_no_phrasing_expert_or_pric
 
 def test_a_damaged_task_file_is_refused_and_the_line_named(made, tmp_path):
     text = (made / "tasks.jsonl").read_text()
-    task = json.loads(first := text.splitlines()[0])
-    judged = task["evaluation_criteria"] | {"reward_basis": ["STYLE"]}
+    first = text.splitlines()[0]
     for content, says in (
         (text[:-30], "line 40: not JSON"),
         (first + "\n" + first, "line 2: id 'railway-5-0' stands twice"),
-        ("", "at least 5 tasks"),
-        (first.replace('"name"', '"title"'), r"line 1: .*actions\[\d\]: 'name' is a required"),
-        (json.dumps(task | {"evaluation_criteria": judged}), "'STYLE' is not one of"),
     ):
         (tmp_path / "tasks.jsonl").write_text(content)
         with pytest.raises(UserError, match=says):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -18,7 +15,7 @@ from openai_server import openai_server, said
 from data_gen import main
 from nanorchestra.errors import UserError
 from worlds.toolscale import author, pipeline
-from worlds.toolscale.blueprint import BUILT_IN, HOME, load_blueprint
+from worlds.toolscale.blueprint import BUILT_IN, HOME
 from worlds.toolscale.dataset import load_tasks
 from worlds.toolscale.domain import Domain
 
@@ -102,9 +99,7 @@ def test_a_bad_option_gets_one_line(tmp_path, monkeypatch, capsys):
         ("", "--out is missing"),
         ("--domains ferry --out x", "domain 'ferry'"),
         ("--difficulty 6 --out x", "--difficulty is '6'"),
-        ("--domains bank,bank --out x", "none twice"),
         (f"--out {__file__}", "is a file"),
-        (f"--out {__file__}/x", "cannot be written (Not a directory)"),
     ):
         assert main(options.split()) == 2
         error = capsys.readouterr().err
@@ -138,36 +133,10 @@ def test_the_author_is_asked_again_with_what_was_wrong(tmp_path, monkeypatch, ca
     Domain.load(tmp_path / "worlds" / "car_repair")
 
 
-def paths(value, path=()):
-    """Every place in a JSON value."""
-    yield path
-    keys = value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
-    for key in keys:
-        yield from paths(value[key], (*path, key))
-
-
-def broken(blueprint, rng):
-    """The blueprint with one thing left out, or replaced by what does not belong there."""
-    value = bad = copy.deepcopy(blueprint)
-    *path, last = rng.choice([path for path in paths(blueprint) if path])
-    for key in path:
-        value = value[key]
-    value[last] = rng.choice([None, -7, "", "x", "{oops}", [], {}, ["x", 1], 1e400])
-    return bad
-
-
-def test_broken_blueprints_and_garbage_of_an_author_get_one_line(tmp_path, monkeypatch):
+def test_garbage_of_an_author_gets_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "BATCH", 1)
-    rng, name = random.Random(2), BUILT_IN[0]
-    good = load_blueprint(name)
-    for number in range(16):
-        path = tmp_path / f"own{number}.json"
-        path.write_text(json.dumps(broken(good, rng)))
-        with contextlib.suppress(UserError):
-            author.try_blueprint(str(path), 0)
-    garbage = [None, "", "{", "[]", "{}", '"domain"', "{1: 2}", '{"domain": 5}', "[" * 5000, [1]]
-    garbage += ['{"a": ' * 5000, json.dumps(good)[:-9], {"domain": name}]
-    for answer in garbage:
+    name = BUILT_IN[0]
+    for answer in (None, "", "[]", '{"domain": 5}', "[" * 5000):
         message = {"content": answer}, {}
         monkeypatch.setattr(author.Endpoint, "complete", lambda *_, said=message: said)
         with pytest.raises(UserError, match=f"domain '{name}': 'm' at "):

@@ -1,16 +1,12 @@
-"""The scripted user against agent turns that were written before the script, by another voice."""
+"""What the scripted user says from its first wish to the end, and how it changes its mind."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 
 from worlds.toolscale.domain import Domain
 from worlds.toolscale.user import PATIENCE, STOP, TRANSFER, ScriptedUser, ended
 
-TURNS = json.loads(Path(__file__).with_name("agent_turns.json").read_text())
 CHANGE = "I want to change my booking for the Silver Arrow to 3 seats in second class."
 PHONE = "I also want to have my phone number changed to 555-0117."
 HOURS = "Besides, I want to know what the opening hours of Basel Station are."
@@ -56,41 +52,7 @@ def domain():
     return Domain("railway", tables, tools, "")
 
 
-def replies(domain, intent):
-    """What a user at the place of the conversation where such a turn may stand answers to each."""
-    at = 2 if intent == "end" else 0
-    pending = () if intent == "end" else (1,) if intent == "done" else (0, 1)
-    for turn in TURNS[intent]:
-        talk = ScriptedUser(TASK, domain)
-        talk.at = at
-        yield turn, talk.reply(turn, pending, False)
-
-
 KNOWN, ZIP = "I am Mei Rossi.", "My zip code is 12345."
-RIGHT = {
-    "name": lambda reply: reply == KNOWN,
-    "proof": lambda reply: reply == ZIP,
-    "both": lambda reply: "Mei Rossi" in reply and "12345" in reply,
-    "unknown": lambda reply: reply.startswith("I do not know") and "12345" not in reply,
-    "open": lambda reply: reply == CHANGE,
-    "yes": lambda reply: reply.startswith("Yes"),
-    "no": lambda reply: reply.startswith("No"),
-    "wait": lambda reply: (
-        not reply.startswith("Yes") and PHONE not in reply and "Rossi" not in reply
-    ),
-    "done": lambda reply: reply == PHONE,
-    "end": lambda reply: STOP in reply,
-    "refuse": lambda reply: reply == PHONE,
-    "over": lambda reply: TRANSFER in reply,
-    "kept": lambda reply: not ended(reply),
-}
-
-
-@pytest.mark.parametrize("intent", TURNS)
-def test_the_scripted_user_understands_turns_that_others_wrote(domain, intent):
-    wrong = [(turn, reply) for turn, reply in replies(domain, intent) if not RIGHT[intent](reply)]
-    share = len(wrong) / len(TURNS[intent])
-    assert share <= 0.05, "\n".join(map(str, wrong))
 
 
 def test_a_talk_from_the_first_wish_to_the_end(domain):

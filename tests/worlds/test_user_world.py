@@ -102,35 +102,19 @@ RESET = "    def reset(self, seed):\n        return 'What?'\n"
 TOOL = "    def ask(self, what: str) -> str:\n        '''Asks.'''\n        return what\n"
 BAD = {
     "no class": ("x = 1\n", "no class with a method reset"),
-    "two classes": (f"class A:\n{RESET}class B:\n{RESET}", "A, B have a method reset"),
     "a syntax error": ("class A\n", "line 1: SyntaxError"),
-    "an import error": ("import nowhere\n", "line 1: ModuleNotFoundError"),
-    "a file that exits": ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
     "reset raises": (
         "class A:\n    def reset(self, seed):\n        return 1 / 0\n",
         "A.reset, line 3: ZeroDivisionError",
-    ),
-    "reset returns no question": (
-        "class A:\n    def reset(self, seed):\n        return 7\n",
-        "A.reset: it returned 7; it must return the question",
     ),
     "a tool without docstring": (
         f"class A:\n{RESET}    def ask(self, what: str) -> str:\n        return what\n",
         "bad_world.py: A: function ask: it has no docstring",
     ),
-    "a tool without hints": (
-        f"class A:\n{RESET}    def ask(self, what):\n        '''Asks.'''\n",
-        "A: function ask: parameter what has no type hint",
-    ),
     "a preference without bounds": (
         "class A:\n    def reset(self, seed):\n"
         "        return {'question': 'What?', 'preference': 'Be quick. latency=1'}\n",
         "A.reset: preference weighs latency; state the most that an attempt may last",
-    ),
-    "a preference for no tool": (
-        "class A:\n    def reset(self, seed):\n"
-        f"        return {{'question': 'What?', 'preference': 'x=1'}}\n{TOOL}",
-        "A.reset: preference: there is no x",
     ),
 }
 
@@ -151,7 +135,6 @@ def test_a_bad_file_is_one_line_that_names_it(tmp_path, kind):
     [
         ("return 1 / 0", "A.reward, line 5: ZeroDivisionError"),
         ("return 1.5", "A.reward: it returned 1.5; it must be from 0 to 1"),
-        ("return 'good'", "A.reward: it returned 'good'"),
         (None, "A: no reward and no answer"),
     ],
 )
@@ -162,15 +145,6 @@ def test_a_reward_that_is_none_ends_the_run_with_one_line(tmp_path, body, says):
     world = opened(file)
     with pytest.raises(UserError, match=re.escape(says)):
         world.environment(world.task("train", 0), 0).score("42")
-
-
-def test_an_error_of_reward_ends_a_rollout(tmp_path, nano_tokenizer):
-    file = tmp_path / "raises.py"
-    file.write_text(f"class A:\n{RESET}    def reward(self, answer):\n        return 1 / 0\n")
-    world = opened(file)
-    environment = world.environment(world.task("train", 0), 0)
-    with pytest.raises(UserError, match="A.reward, line 5: ZeroDivisionError"):
-        play(nano_tokenizer, ["42"], envs=[environment])
 
 
 def test_a_step_of_grpo_learns_in_it(example, make_training):
