@@ -63,13 +63,8 @@ def test_a_reward_is_given_the_group_and_what_the_project_pays(tmp_path):
     "code, says",
     [
         ("def pay(group):\n    return 1\n", "pay: it returned 1; it must return 2 finite numbers"),
-        ("def pay(group):\n    return group.rewards[:1]\n", "it must return 2 finite numbers"),
         ("def pay(group):\n    return group.outcomes / 0\n", "it must return 2 finite numbers"),
-        ("def pay(group):\n    return 'ab'\n", "it returned 'ab'; it must"),
-        ("def pay(group):\n    return None\n", "it returned None; it must"),
         ("def pay(group):\n    x = 1\n    return x / 0\n", "pay, line 3: ZeroDivisionError"),
-        ("def pay():\n    return 1\n", "pay: TypeError: pay() takes 0 positional arguments"),
-        ("def pay(group:\n", "r.py, line 1: SyntaxError"),
         ("pay = 3\n", "has no function 'pay'"),
         (None, "r.py: cannot be read"),
     ],

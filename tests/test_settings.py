@@ -59,15 +59,11 @@ def test_another_objective_does_not_keep_what_the_file_chose_for_the_first():
     [
         (["--grpo.stepz", "7"], "unrecognized arguments: --grpo.stepz"),
         (["--grpo.steps", "1.5"], "--grpo.steps: '1.5' must be a whole number"),
-        (["--grpo.steps", "-1"], "--grpo.steps: -1 must be at least 0"),
         (["--grpo.bounds", "none"], "'group', 'task'"),
         (["--grpo.group_size", "1"], "--grpo.group_size: 1 must be at least 2"),
-        (["--rollout.temperature", "0"], "--rollout.temperature: 0 must be at least 0.01"),
         (["--grpo.learning_rate", "nan"], "--grpo.learning_rate: nan must be"),
         (["--grpo.importance_cap", "0.5"], "it must be at least 1, or 0 for no such weight"),
-        (["--grpo.objective", "gspo"], "'grpo', 'toolorchestra'"),
         (["--lora.base", "int4"], "lora.rank is 0; with lora.base int4 it must be 1 or more"),
-        (["--lora.base", "nf4"], "'full', 'int4'"),
         (
             ["--lora.base", "int4", "--lora.rank", "4", "--model.path", "x"]
             + ["--parallel.cpu_offload", "true"],
@@ -88,11 +84,6 @@ def test_a_wrong_option_is_named_in_one_line(words, says):
     [
         ("[grpo\n", "bad.toml: Expected"),
         ("[grpo]\nsteppes = 3\n", "arguments: --grpo.steppes=3; did you mean --grpo.steps?"),
-        ("steps = 3\n", r"bad.toml: "),
-        (
-            "[grpo]\nsteps = 'many'\n",
-            "bad.toml: argument --grpo.steps: 'many' must be a whole",
-        ),
         ("[grpo]\nsteps = true\n", "'true' must be a whole number"),
     ],
 )

@@ -20,7 +20,6 @@ RESULT = "<tool_response>\nx\n</tool_response>"
 MARKED = [*SPECIAL_TOKENS, *TEXT_TOKENS, *WORDS[:6], RESULT, '{"a": 1}']
 TEXTS = st.lists(st.sampled_from(MARKED) | st.text(max_size=5), max_size=6).map("".join)
 TOOL = {"type": "function", "function": {"name": "search", "description": "find <b> & é"}}
-CALL = '<tool_call>\n{"name": "f", "arguments": {"q": 1}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")

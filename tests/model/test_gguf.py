@@ -149,11 +149,6 @@ def test_a_split_file_is_read_by_its_first_part(tmp_path):
     parts[2].unlink()
     with pytest.raises(UserError, match="split-00003-of-00003.gguf: cannot be read"):
         load_model(parts[0])
-    renamed = parts[0].rename(tmp_path / "first.gguf")
-    with pytest.raises(
-        UserError, match="first.gguf: is the first of 3 parts; expected a name like"
-    ):
-        load_model(renamed)
 
 
 # The frequencies of rope.py
@@ -199,11 +194,10 @@ def test_the_scaling_of_llama3_is_read_from_its_factors(numbers, dim, tmp_path):
 
 def test_factors_that_are_no_scaling_of_llama3_are_refused(tmp_path):
     rng = np.random.default_rng(0)
-    for factors in (rng.uniform(1, 8, 32), np.ones(31), np.full(32, np.nan), np.zeros(32)):
-        tensors = {"rope_freqs.weight": factors.astype(np.float32)}
-        path = write_gguf(tmp_path / "model.gguf", a_model(), tensors=tensors)
-        with pytest.raises(UserError, match="rope_freqs.weight of shape .* is not a scaling of"):
-            load_model(path)
+    tensors = {"rope_freqs.weight": rng.uniform(1, 8, 32).astype(np.float32)}
+    path = write_gguf(tmp_path / "model.gguf", a_model(), tensors=tensors)
+    with pytest.raises(UserError, match="rope_freqs.weight of shape .* is not a scaling of"):
+        load_model(path)
     tensors = {"rope_freqs.weight": np.ones(32, np.float32)}
     path = write_gguf(tmp_path / "model.gguf", a_model(), tensors=tensors)
     assert read_config(path).rope is None
@@ -232,11 +226,7 @@ def test_yarn_is_read_and_other_scalings_are_refused(tmp_path):
 
 METADATA = {
     "general.architecture = 'gemma3': expected 'llama' or": {"general.architecture": "gemma3"},
-    "qwen3.context_length = None: expected a number": {"qwen3.context_length": None},
-    "qwen3.attention.value_length = 16: expected 64": {"qwen3.attention.value_length": 16},
-    "qwen3.rope.dimension_count = 4: expected 64": {"qwen3.rope.dimension_count": 4},
     "qwen3.expert_count = 8: expected 0": {"qwen3.expert_count": 8},
-    "qwen3.attention.causal = False: expected True": {"qwen3.attention.causal": False},
     "tokenizer.ggml.model = 'llama': expected 'gpt2'": {"tokenizer.ggml.model": "llama"},
     "tokenizer.ggml.pre = 'chatglm-bpe': expected one of": {"tokenizer.ggml.pre": "chatglm-bpe"},
 }
@@ -264,18 +254,13 @@ def test_a_file_of_another_kind_and_one_that_is_cut_are_refused_in_one_line(tmp_
     kind = data.index(b"output_norm.weight") + len("output_norm.weight") + 12
     for words, changed in (
         ("not a GGUF file; expected one, or a directory", b"GGML" + data[4:]),
-        ("it has version 1; expected 2 or 3", data[:4] + b"\1" + data[5:]),
-        ("its numbers are big-endian", data[:4] + data[7:3:-1] + data[8:]),
         ("'output_norm.weight' has type I8; F32, F16", data[:kind] + b"\x18" + data[kind + 1 :]),
         ("is the download complete?", data[:-100]),
-        ("'blk.0.ffn_gatf.weight' is none that", data.replace(b"ffn_gate.", b"ffn_gatf.")),
     ):
         path.write_bytes(changed)
         assert words in refusal(path)
     write_gguf(path, a_model("qwen3"), missing="model.norm.weight")
     assert "model.norm.weight of shape [512] is missing" in refusal(path)
-    write_gguf(path, a_model("qwen3"), missing="model.embed_tokens.weight")
-    assert "the tensor 'token_embd.weight' is missing" in refusal(path)
     assert "holds GGUF files; give one of them: model.gguf" in refusal(tmp_path)
 
 

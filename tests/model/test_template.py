@@ -203,12 +203,8 @@ def test_a_field_that_is_null_is_absent_and_thinking_can_be_switched_off(with_te
 FAILING = {
     "{{ raise_exception('roles <must>\n alternate') }}": "roles <must> alternate",
     "{{ raise_exception(messages[0].content) }}": "<|im_end|>",
-    "{% for %}": "line 1: ",
     "\n\n{{ a b }}": "line 3: ",
-    "{{ undefined.field }}": "'undefined' is undefined",
-    "{{ 1 + 'a' }}": "TypeError: ",
     "{{ ''.__class__.mro() }}": "unsafe",
-    "{{ messages.append(1) }}": "unsafe",
 }
 
 

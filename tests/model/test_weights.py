@@ -84,15 +84,9 @@ DAMAGES = {
     "model.layers.1.input_layernorm.weight has shape [24]; expected no tensor": lambda path: (
         edit_json(path / "config.json", num_hidden_layers=1)
     ),
-    "model.layers.2.input_layernorm.weight of shape [24] is missing": lambda path: edit_json(
-        path / "config.json", num_hidden_layers=3
-    ),
     "model.safetensors: not a whole safetensors file": lambda path: [
         file.unlink() for file in path.glob("model*")
     ],
-    "model-00002.safetensors: not a whole safetensors file": lambda path: (
-        path / "model-00002.safetensors"
-    ).write_bytes(bytes(90)),
 }
 
 
