@@ -195,7 +195,7 @@ def test_a_closed_pipe_is_no_traceback():
     assert process.wait(timeout=10) == 1 and process.stderr.read() == b""
 
 
-@pytest.mark.parametrize("program", ["serve.py", "tools.py"])
+@pytest.mark.parametrize("program", ["serve.py", "tools.py", "train.py", "evaluate.py"])
 def test_help_and_wrong_options_do_not_wait_for_torch(program):
     """`python -X importtime` writes a line for each module that is imported."""
     for word, status in (("--help", 0), ("--nonsense", 2)):

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
-import subprocess
-import sys
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -24,21 +21,18 @@ from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_json
 from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.records import Preference, Trajectory
+from nanorchestra.records import Preference
 from nanorchestra.report import plots
 from nanorchestra.report.comparison import recorded_attempts
 from nanorchestra.report.run import to_toml
 from nanorchestra.settings import load_config
 from nanorchestra.tools import http
 from nanorchestra.tools.spending import Spending
-from worlds import metrics
 from worlds.load import open_world
 from worlds.policies import checkpoint_settings, parse
 from worlds.routers import routers_of
 from worlds.toolscale.environment import HAND_OVER
 
-FRAMES = Path(__file__).parents[2] / "shared" / "data" / "frames.jsonl"
-TEXT = {"capture_output": True, "text": True}
 SHORT = ":turns=1:turn_tokens=8"
 
 
@@ -119,55 +113,24 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
     evaluate.main(["--policy", "blind", "--tasks", "2"])
     capsys.readouterr()
     (home / "empty.jsonl").touch()
-    (home / "odd.jsonl").write_text('{"question": "Who?"}')
-    shutil.copytree(home / "mine", home / "runs" / "trained")
-    (home / "hollow").mkdir()
-    (home / "hollow" / "config.json").touch()
-    (home / "odd").mkdir()
-    (home / "odd" / "00000.jsonl").write_text('{"policy": "x"}')
     asked = questions(home, "http://127.0.0.1:9/v1")
     real = ["--experts", "real", "--policy", "strongest", "--tasks", "4", "--run", "silent"]
     for arguments, says in (
         (["--tasks", "0"], "at least 1, not 0"),
         (["--run", "../../x"], "--run is '../../x'; it must be the name of a directory"),
-        (["--run", str(home / "x")], "to be made in runs"),
-        (["--run", ".."], "--run is '..'"),
-        (["--policy", "nobody"], "nobody"),
         (["--policy", "mine"], "informed, perfect, routers; did you mean mine/model?"),
-        (["--policy", "trained"], "did you mean runs/trained/model?"),
-        (["--policy", "runs/traned/model"], "did you mean runs/trained/model?"),
-        ([*asked, "--policy", "nobody"], "a hub id, MODEL@URL"),
-        (["--policy", "mine/model:turns=many"], "turns=many"),
         (["--world", "nowhere"], "no world 'nowhere'"),
-        (["--world", "empty.jsonl"], "empty.jsonl"),
-        ([*asked, "--world", "questions:nothing.jsonl"], "nothing.jsonl: cannot be read"),
         ([*asked, "--world", "questions:empty.jsonl"], "empty.jsonl: the file has no rows"),
-        ([*asked, "--world", "questions:odd.jsonl"], "odd.jsonl, line 1"),
-        ([*asked[:2], "--tools", "nothing.json"], "nothing.json"),
         ([*asked, "--judge", "nobody"], "task.judge"),
         ([*asked, *real], "4 of 4 attempts failed: Error: strong did not answer: no connection"),
-        (["--policy", "hollow"], "hollow"),
         (["--policy", "m@nowhere"], "m@nowhere"),
-        (["--policy", "m@https://a/v1:input=much"], "input=much"),
-        (["--tasks", "many"], "many"),
         (["--policy", "blind", "--tasks", "3", "--run", "evaluation"], "another evaluation"),
         (["compare", "runs/evaluation", "runs/none"], "runs/none"),
-        (["compare", "runs/evaluation", "odd"], "odd: holds no attempts"),
-        (["compare", "runs/evaluation"], "runs"),
     ):
         assert evaluate.main(arguments) == 2
         out, err = capsys.readouterr()
         last = err.splitlines()[-1]
         assert last.startswith("evaluate.py: ") and says in last and "Traceback" not in err, says
-
-
-def test_help_and_wrong_options_do_not_wait_for_torch():
-    """`python -X importtime` writes a line for each module that is imported."""
-    for words, status in ((["--help"], 0), (["--nonsense"], 2), (["compare", "a"], 2)):
-        command = [sys.executable, "-X", "importtime", "evaluate.py", *words]
-        done = subprocess.run(command, cwd=Path(evaluate.__file__).parent, **TEXT)
-        assert done.returncode == status and not re.search(r"\| +torch$", done.stderr, re.M)
-        assert "argparse" in done.stderr
 
 
 def test_a_router_that_a_world_does_not_have_is_named(home, capsys):
@@ -286,45 +249,6 @@ def test_what_was_measured_is_kept_when_dollars_or_an_endpoint_end(home, why, ca
         assert [scores["tasks"] for scores in summaries.values()] == [8, 8]
 
 
-def test_calls_that_fail_change_the_accuracy_by_their_own_tasks_alone(home):
-    """Every 50th call of an expert fails, and every 50th task of an orchestrator's endpoint."""
-    lost = {"strong": 7, "boss": 31}
-
-    def answer(body):
-        asked, last = re.findall(r"is (\d+) plus", str(body["messages"])), body["messages"][-1]
-        if lost.get(body["model"]) == (n := int(asked[0])):
-            return b"a gateway's page"
-        if body["model"] == "strong":
-            return said(str(2 * n + (n % 3 == 0)))  # it errs
-        sure = last["role"] != "user"
-        return said(last["content"]) if sure else said(None, [("strong", "{}")], "tool_calls")
-
-    summaries = {}
-    with openai_server() as server:
-        server.answer = answer
-        options = [*questions(home, server.url, rows=50), "--experts", "real", "--all"]
-        options += ["--policy", f"boss@{server.url}", "strongest", "--parallel", "25"]
-        for run in ("failing", "sound"):
-            assert evaluate.main([*options, "--run", run]) == 0
-            (summaries[run],) = read_json(f"runs/{run}/summary.json")["worlds"].values()
-            lost = {}
-    outcomes = [
-        {
-            (row["policy"], row["task"]["question"]): row["outcome"]
-            for row in recorded_attempts(path)
-        }
-        for path in (Path("runs/failing"), Path("runs/sound"))
-    ]
-    changed = {asked for asked in outcomes[0] if outcomes[0][asked] != outcomes[1][asked]}
-    assert {re.findall(r"\d+", question)[0] for _, question in changed} == {"7", "31"}
-    for policy in summaries["sound"]:
-        failing, sound = summaries["failing"][policy], summaries["sound"][policy]
-        count = sum(policy == who for who, _ in changed)
-        assert abs(failing["accuracy"] - sound["accuracy"]) <= count / 50 + 1e-9
-        assert (failing["tasks"], failing["failed"]) == (50, count)
-        assert failing["behind"]["accuracy"][0] == 0.0  # on the 49 tasks that both finished
-
-
 def test_attempts_that_an_endpoint_fails_are_left_out_counted_and_explained(home, capsys):
     """Every second request fails; three attempts at a task then fail once in eight times."""
     asked, fails = Counter(), {n: random.Random(n).choices((True, False), k=3) for n in range(40)}
@@ -382,9 +306,8 @@ def test_a_model_without_a_price_is_said_aloud_and_has_no_cost(home, capsys):
     _, first, second = re.split(r"^(?=boss)", capsys.readouterr().out, flags=re.MULTILINE)
     assert first.startswith(paid) and "cost_usd" in first
     assert second.startswith(boss) and "cost_usd" not in second and "latency_s" in second
-    for price in (":input=1", ":input=-1:output=1", ":input=nan:output=1", ":output=inf:input=1"):
-        assert evaluate.main([*options, boss + price]) == 2
-        assert "input and output must both be US dollars" in capsys.readouterr().err
+    assert evaluate.main([*options, f"{boss}:input=1"]) == 2
+    assert "input and output must both be US dollars" in capsys.readouterr().err
 
 
 def test_questions_are_asked_as_they_are_unless_preferences_are_wanted(home, sandbox):
@@ -403,22 +326,6 @@ def test_questions_are_asked_as_they_are_unless_preferences_are_wanted(home, san
     assert preferences.pop(None) == [Preference()] * 40
     assert sum(bool(preference.text) for preference in preferences.pop("drawn")) > 30
     assert preferences.popitem()[1] == [Preference("Be quick.", latency=1, usd=0.5)] * 40
-
-
-@pytest.mark.skipif(not FRAMES.exists(), reason="../shared/data/frames.jsonl is not there")
-def test_frames_runs_with_scripted_experts_over_http(home):
-    answers = {row["question"].strip(): row["answer"] for row in map(json.loads, FRAMES.open())}
-    with openai_server() as server:
-        server.answer = lambda body: said(answers[body["messages"][0]["content"]])
-        options = questions(home, server.url)
-        options[1] = f"questions:{FRAMES}"
-        options += ["--experts", "real", "--policy", "cheapest", "--tasks", "12"]
-        assert evaluate.main(options) == 0
-    (summaries,) = read_json("runs/evaluation/summary.json")["worlds"].values()
-    assert (
-        summaries["cheapest"]["accuracy"] == 1.0
-        and summaries["cheapest"]["verdicts"]["exact"] > 0.9
-    )
 
 
 def test_limits_are_those_of_the_models_run_or_generation_config(home):
@@ -476,14 +383,9 @@ def test_a_limit_of_a_policy_never_loosens_that_of_the_user(home, sandbox):
 def test_a_number_out_of_its_range_is_refused(home):
     for text, right in (
         ("cascade:usd=nan", "usd must be US dollars, 0 or more"),
-        ("cascade:usd=-1", "usd must be US dollars, 0 or more"),
-        ("cascade:usd=inf", "usd must be US dollars, 0 or more"),
         ("cascade:turns=3", "turns=3 must be basic, none, or a number of usd"),
         ("mine/model:turns=-5:calls_per_turn=0", "turns, calls_per_turn must be 1 or more"),
-        ("mine/model:temperature=nan", "temperature must be 0 or more"),
         ("mine/model:top_p=0", "top_p must be above 0, at most 1"),
-        ("mine/model:top_k=-1", "top_k must be 0 or more"),
-        ("mine/model:top_k=1.5", "top_k=1.5 must be"),
     ):
         with pytest.raises(UserError, match=right):
             parse(text, ["cascade"])
@@ -505,30 +407,3 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
     save_checkpoint(nano_model, None, tmp_path / "mute")
     with pytest.raises(UserError, match="no tokenizer.json"):
         load_rollout(tmp_path / "mute", AttemptLimits(), {}, 1)
-
-
-class FailingPlayer:
-    """Answers right, but the infrastructure fails the first `failures[i]` attempts at task i."""
-
-    def __init__(self, failures):
-        self.failures = failures
-
-    def run(self, environments, seeds):
-        attempts = []
-        for env, seed in zip(environments, seeds, strict=True):
-            attempt = Trajectory(env.task.id, seed, answer=env.task.data["answer"], outcome=1.0)
-            if self.failures[env.task.id] > 0:
-                self.failures[env.task.id] -= 1
-                attempt.status, attempt.outcome = "infrastructure", 0.0
-            attempts.append(attempt)
-        return attempts
-
-
-def test_infrastructure_failures_are_repeated_and_then_left_out_of_the_means(home, sandbox):
-    world = open_world(TaskSection("miniature"), 0, sandbox, None)
-    tasks = [world.task("held_out", index) for index in range(4)]
-    player = FailingPlayer(dict(zip([task.id for task in tasks], (0, 1, 9, 2), strict=True)))
-    attempts = evaluate.play_block(player, parse("cascade", ["cascade"]), world, tasks, 0, 0)
-    assert [a.status for a in attempts] == ["answered", "answered", "infrastructure", "answered"]
-    summary = metrics.summarise(tasks, attempts)
-    assert (summary["tasks"], summary["failed"], summary["accuracy"]) == (4, 1, 1.0)

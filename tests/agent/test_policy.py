@@ -17,7 +17,6 @@ from scripted import ANSWER, LIMITS, echoing, play
 
 from nanorchestra.agent import policy
 from nanorchestra.agent.loop import Attempt, AttemptLimits
-from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools import http
@@ -259,9 +258,3 @@ def test_with_rebuilt_context_every_turn_is_a_request_of_its_own(server, nano_to
     for turn, body in zip(t.turns, server.bodies, strict=True):
         prompt = chat.encode(nano_tokenizer, body["messages"], body["tools"])
         assert t.ids[turn.context : turn.start] == prompt
-
-
-def test_a_bad_endpoint_is_refused_at_the_door(nano_tokenizer):
-    for model in ("@http://h/v1", "big@localhost:8000/v1", "big@http://u:key@h/v1"):
-        with pytest.raises(UserError, match="must be MODEL@ and a base URL"):
-            policy.EndpointRollout(model, Price(0, 0), nano_tokenizer, LIMITS, 1.0, Spending())
