@@ -227,38 +227,18 @@ def test_the_published_file_loads_as_it_is(sandbox, tmp_path, monkeypatch, capsy
     assert not capsys.readouterr().err, "simulated experts need no key"
 
 
-POOL = "gpt-5 gpt-5-mini Llama-3.3-70B Llama-3.1-8B DeepSeek-R1 Nemotron-Ultra Phi-4-mini Qwen3-32B"
-PAPERS = {  # the experts of each role, as the paper lists them
-    "toolorchestra-training": {
-        "search": f"{POOL} gemma-3-27b-it",
-        "enhance_reasoning": "gpt-5 gpt-5-mini starcoder2-15b Qwen2.5-Coder-32B",
-        "answer": f"{POOL} Qwen2.5-Math-72B Qwen2.5-Math-7B",
-    },
-    "toolorchestra-unseen": {
-        "search": "claude-opus-4-1 o3-mini gpt-4o",
-        "enhance_reasoning": "claude-opus-4-1 claude-sonnet-4 Codestral-22B",
-        "answer": "claude-opus-4-1 claude-sonnet-4 gemma-3-27b-it OpenMath-Llama-2-70b "
-        "deepseek-math-7b",
-    },
-}
-
-
-@pytest.mark.parametrize("name", PAPERS)
-def test_a_shipped_catalogue_has_the_experts_of_the_paper(name, sandbox, tmp_path):
-    """The policy sees aliases, words and prices, and no name of a model."""
+@pytest.mark.parametrize("name", ["toolorchestra-training", "toolorchestra-unseen"])
+def test_a_shipped_catalogue_shows_aliases_and_prices_and_no_name_of_a_model(
+    name, sandbox, tmp_path
+):
     (tmp_path / "corpus.jsonl").write_text('{"text": "Gold has 79."}')
     (tmp_path / "mine.json").write_text(
         json.dumps([SEARCH | {"corpus": f"{tmp_path}/corpus.jsonl"}])
     )
     roles = load_tools(f"{ASSETS}/{name}.toml,{tmp_path}/mine.json", sandbox)
-    assert {role.name for role in roles} == set(PAPERS[name])
+    assert {role.name for role in roles} == {role["name"] for role in ROLES}
     for role in roles:
         shown = role.parameters["properties"]["model"]["description"]
-        listed = PAPERS[name][role.name].split()
-        models = {expert.model for expert in role.experts.values()}
-        assert len(models) == len(role.experts) == len(listed)
-        for words in listed:
-            assert any(words.lower() in model.lower() for model in models), words
         for alias, expert in role.experts.items():
             assert expert.note and min(expert.price) > 0
             assert alias in shown and expert.model not in shown

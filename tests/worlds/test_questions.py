@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import json
 import random
@@ -13,8 +12,8 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
+from menu_policy import Menu
 from openai_server import openai_server, said
 from run_rows import TIMINGS
 from scripted import call, execute
@@ -226,29 +225,6 @@ def test_a_row_that_is_no_question_is_left_out_with_one_line(tmp_path, capsys):
 def test_what_does_not_fit_the_catalogue_is_named(world, settings, problem):
     with pytest.raises(UserError, match=problem):
         world(**settings)
-
-
-class Menu:
-    """Holds a policy that knows no questions to some turns, among which it draws: a grammar."""
-
-    def __init__(self, tokenizer, turns):
-        self.turns = [tokenizer.backend.encode(turn).ids for turn in turns]
-        self.size, self.state = tokenizer.vocab_size, []
-
-    def copy(self):
-        other = copy.copy(self)
-        other.state = []
-        return other
-
-    def advance(self, token):
-        self.state.append(token)
-
-    def allowed(self):
-        mask, at = np.zeros(self.size, bool), len(self.state)
-        for turn in self.turns:
-            if turn[:at] == self.state and at < len(turn):
-                mask[turn[at]] = True
-        return mask
 
 
 ROLES = {
