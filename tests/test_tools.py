@@ -21,7 +21,7 @@ from nanorchestra.files import read_json
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools import models
 from nanorchestra.tools.limits import UNLIMITED, RefusedError, within
-from tools import RecordsTool, SimulatedExpert, Skill, load_tools, tool
+from tools import RecordsTool, load_tools, tool
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
 SEARCH = {
@@ -378,25 +378,6 @@ def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandb
         assert str(refused.value).startswith(f"{tmp_path}/mine.py") and "\n" not in str(
             refused.value
         )
-
-
-def test_a_simulated_expert_is_right_as_often_as_its_skill_says():
-    def ask(seed):
-        skill = Skill(right=0.7, unsure_if_right=0.1, unsure_if_wrong=0.8)
-        tokens, seconds = (200, 500), 10.0
-        expert = SimulatedExpert(
-            "e", "", skill, "7", ("1", "2"), Price(1, 1), *tokens, seconds, seed
-        )
-        assert expert.call({}) == expert.call({})  # asked again, it repeats itself
-        return expert.call({})
-
-    results = [ask(f"{i}") for i in range(500)]
-    right = [result for result in results if result.content.endswith(": 7")]
-    assert abs(len(right) / 500 - 0.7) < 0.06
-    assert abs(sum("unsure" in r.content for r in right) / len(right) - 0.1) < 0.05
-    for result in results:
-        assert 425 <= result.output_tokens <= 575 and 8.5 <= result.latency_s <= 11.5
-        assert result.cost_usd == pytest.approx((200 + result.output_tokens) / 1e6)
 
 
 def test_records_are_read_by_table_and_id():

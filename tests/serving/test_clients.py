@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import subprocess
-import sys
-from pathlib import Path
 
 import jsonschema
 import litellm
@@ -227,14 +224,3 @@ def test_the_wire_format_is_openais(running):
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize("language, index", [("python", 0), ("sh", 1)])
-def test_the_snippets_of_the_documentation_run(running, language, index):
-    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
-    section = page.partition("## The server")[2].replace("http://127.0.0.1:8000", running.base)
-    code = re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)[index]
-    command = [sys.executable, "-c", code] if language == "python" else ["sh", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout, done.stderr
-    assert language == "python" or done.stdout.endswith("data: [DONE]\n\n")
