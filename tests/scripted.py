@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.records import Preference, Price, Task, ToolResult
-from nanorchestra.tools.limits import UNLIMITED, Tool
+from nanorchestra.tools.limits import Allowance, Tool
 
 LIMITS = AttemptLimits()
 ANSWER = "<think>\nt\n</think>\n\n42<|im_end|>"
@@ -25,7 +25,7 @@ def call(text="hi", name="echo"):
 
 def execute(env, call):
     """The result of a ToolCall without limits."""
-    return asyncio.run(env.prepare(call, UNLIMITED).run())
+    return asyncio.run(env.prepare(call, Allowance()).run())
 
 
 class ScriptedEngine:

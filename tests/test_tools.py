@@ -20,7 +20,7 @@ from nanorchestra.evidence import Evidence
 from nanorchestra.files import read_json
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools import models
-from nanorchestra.tools.limits import UNLIMITED, RefusedError, within
+from nanorchestra.tools.limits import Allowance, RefusedError, within
 from tools import RecordsTool, load_tools, tool
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
@@ -203,7 +203,7 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
         assert result.content == {"a-1": "79", "boxed": r"\frac{1}{2}"}[model]
     assert len(server.bodies[-1]["messages"][0]["content"]) < 1500  # its budget is 400 tokens
     with pytest.raises(RefusedError, match="answer: no model 'gpt'; there are a-1"):
-        within(answer, {"model": "gpt"}, UNLIMITED)
+        within(answer, {"model": "gpt"}, Allowance())
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/data")

@@ -60,9 +60,6 @@ class Allowance:
         return replace(self, usd=self.usd - usd, share=self.share - usd)
 
 
-UNLIMITED = Allowance()
-
-
 class Tool:
     """What the orchestrator may call under `name`; `parameters` is the JSON schema of `call`.
 
