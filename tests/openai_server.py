@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,14 +14,14 @@ class Server:
     """`answer(body)` returns the reply to a request: a chat completion (see `said`), or bytes.
 
     `status` is its HTTP status, `reply_headers` are its headers. `bodies` and `headers` hold what
-    was asked, `open` how many requests are open and `most_open` how many were at once. `fault`
-    "drip" sends a byte at a time without end, "break" half of the reply. `raw(send)` takes the
-    place of all that: it sends whatever bytes it wants, and the connection closes after it.
+    was asked, `open` how many requests are open and `most_open` how many were at once. `raw(send)`
+    takes the place of all that: it sends whatever bytes it wants, and the connection closes after
+    it.
     """
 
     def __init__(self):
         self.bodies, self.headers, self.status, self.answer = [], [], 200, lambda body: said("42")
-        self.reply_headers, self.fault, self.open, self.most_open = {}, "", 0, 0
+        self.reply_headers, self.open, self.most_open = {}, 0, 0
         self.raw = None
         server = self
 
@@ -42,15 +41,12 @@ class Server:
                 server.open -= 1
                 reply = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.send_response(server.status)
-                self.send_header("Content-Length", str(len(reply) << (server.fault == "drip") * 20))
+                self.send_header("Content-Length", str(len(reply)))
                 for name, value in server.reply_headers.items():
                     self.send_header(name, value)
                 self.end_headers()
                 with contextlib.suppress(OSError):  # the client has gone away
-                    while server.fault == "drip":
-                        self.wfile.write(b" ")
-                        time.sleep(0.02)
-                    self.wfile.write(reply[: len(reply) // 2] if server.fault == "break" else reply)
+                    self.wfile.write(reply)
 
             def log_message(self, *args):
                 pass

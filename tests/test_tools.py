@@ -67,7 +67,6 @@ def load(tmp_path, monkeypatch, sandbox):
 def server():
     with openai_server() as served:
         yield served
-        served.fault = ""
 
 
 def test_a_good_catalogue_becomes_tools_that_work(load):

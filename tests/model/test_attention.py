@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_check import DEVICE
-from packed_reference import segment_attention
 
 from kernels.paged_prefill import prefill_items
 from nanorchestra.model import attention, ops
@@ -29,6 +28,24 @@ PACKS = {
         (0, 9), (9, 5, 0), (14, 4, 9), (18, 30, 9), (48, 7, 0), (55, 2, 48), (57, 3, 48),
     ],
 }  # fmt: skip
+
+
+def segment_attention(segments, q, k, v):
+    """What PackedAttention.attend computes, by its definition: each segment alone.
+
+    q [T, H, D], k and v [T, Hkv, D] -> [T, H, D].
+    """
+    outputs, seen = [], {}
+    for segment in segments:
+        own = list(range(segment.start, segment.start + segment.length))
+        ids = own if segment.prefix is None else seen[segment.prefix] + own
+        seen[segment.start] = ids
+        keys, values = (x[ids].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q[own], keys) * q.shape[-1] ** -0.5
+        future = torch.ones_like(scores).triu(len(ids) - len(own) + 1).bool()
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hij,jhd->ihd", weights, values))
+    return torch.cat(outputs)
 
 
 def packed(segments, q, k, v):

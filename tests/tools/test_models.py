@@ -35,7 +35,6 @@ def server(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with openai_server() as served:
         yield served
-        served.fault = ""
 
 
 def test_a_completion_is_a_message_and_its_tokens(server):
