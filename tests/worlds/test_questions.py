@@ -25,14 +25,12 @@ from nanorchestra.agent.world import demonstrates
 from nanorchestra.config import TaskSection
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
-from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolCall
 from nanorchestra.tools.limits import Allowance
 from nanorchestra.training import build
 from worlds.load import open_world
 from worlds.questions import load_rows
 
-FRAMES = Path(__file__).parents[3] / "shared" / "data" / "frames.jsonl"
 PUBLISHED = Path(__file__).parents[2] / "assets" / "toolorchestra.toml"
 HOSTS = ("openai", "together", "here")
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": 2 * n} for n in range(60)]
@@ -256,6 +254,33 @@ def of_a_run(root):
     return {"steps": steps, "held_out": held_out} | {f.name: f.read_bytes() for f in files}
 
 
+def check_the_bill(root):
+    """Attempts and steps of the run in `root` cost what their calls did, by the prices offered."""
+    (run,) = root.glob("*-dry-run")
+    rows = [json.loads(line) for line in (run / "trajectories.jsonl").open()]
+    paid = 0
+    for row in rows:
+        spent = sum(result["cost_usd"] for turn in row["turns"] for result in turn["results"])
+        own = Price(0.2, 0.2).cost(len(row["ids"]), 0)
+        assert row["cost_usd"] == pytest.approx(spent + own, abs=1e-9)
+        for turn in row["turns"]:
+            for made, result in zip(turn["calls"], turn["results"], strict=True):
+                if made["name"] == "answer" and not result["error"]:
+                    (role,) = (o for o in row["task"]["data"]["tools"] if o["name"] == "answer")
+                    usd, paid = Price(*role["models"][result["alias"]]["usd"]), paid + 1
+                    tokens = result["input_tokens"], result["output_tokens"]
+                    assert result["cost_usd"] == usd.cost(*tokens) > 0
+    assert paid > 0
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    bill = json.loads((run / "summary.json").read_text())["bill_usd"]
+    assert {"judge", "gpt-5"} <= set(bill) and bill["judge"] > 0, "who was paid what"
+    for step in (step for step in steps if "costs_usd" in step):
+        assert step["costs_usd"]["policy"] > 0 and step["seconds_by"]["policy"] > 0
+        assert sum(step["costs_usd"].values()) == pytest.approx(step["cost_usd"])
+        assert sum(step["seconds_by"].values()) == pytest.approx(step["latency_s"])
+    assert any({"model", "unparsed"} <= set(step["verdicts"]) for step in steps)
+
+
 def test_rows_that_state_calls_demonstrate_them_with_real_tools(world):
     rows = [
         row
@@ -303,13 +328,15 @@ def test_grpo_on_recorded_replies_is_the_run_that_was_recorded(
     """Replies, seconds and failures are drawn at random, so that no two recordings are equal."""
     monkeypatch.setattr("nanorchestra.tools.http.random.uniform", lambda *_: 0.0)
     hold_to_calls_of_roles(monkeypatch, load_rollout(NANO, AttemptLimits(), {}, 1).tokenizer)
+    judged = itertools.count()
 
     def answer(body):
         threading.Event().wait(random.random() * 0.03)
         if random.random() < 0.05:
             return b"a gateway's page"
         if body["model"] == "judge":
-            return said(f"<correct>{random.random() < 0.5}</correct>")
+            says = f"<correct>{random.random() < 0.5}</correct>"
+            return said(says if next(judged) % 3 else "Hm.")
         text = f"It is {random.randrange(99)}.\n```python\nimport time\nprint(time.time())\n```"
         return said(text + "<query>who was the first lady</query>", usage=(10, random.randrange(9)))
 
@@ -335,6 +362,7 @@ def test_grpo_on_recorded_replies_is_the_run_that_was_recorded(
         asked = len(server.bodies)
     recorded = of_a_run(tmp_path / "recorded")
     assert asked > 10 and any("loss" in step for step in recorded["steps"])
+    check_the_bill(tmp_path / "recorded")
     files = {file: file.read_bytes() for file in kept.rglob("*.json")}
     assert run(f"replay:{kept}", "replayed") == 0  # the server is down
     replayed = of_a_run(tmp_path / "replayed")
@@ -350,62 +378,3 @@ def test_grpo_on_recorded_replies_is_the_run_that_was_recorded(
     assert run(f"replay:{kept}", "another", seed="1") == 2, "other questions were not asked"
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("train.py: replay: no reply is recorded to ") and "What is" in error
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not FRAMES.exists(), reason="the data beside the project are absent")
-def test_training_on_frames_asks_real_experts_and_a_real_judge(
-    tmp_path, monkeypatch, without_report
-):
-    nano, alone = load_rollout(NANO, AttemptLimits(), {}, 1), threading.Lock()
-    judged = itertools.count()
-    hold_to_calls_of_roles(monkeypatch, nano.tokenizer)
-
-    def answer(body):
-        if body["model"] == "judge":
-            n = next(judged)
-            return said(f"<correct>{n % 2 == 0}</correct>" if n % 3 else "Hm.")
-        ids = chat.encode(nano.tokenizer, body["messages"])[-500:]
-        with alone:
-            (done,) = nano.engine.generate([ids], SamplingParams(max_tokens=8, seed=len(ids)))
-        text = f"It is{done.text}.\n```python\nprint(1)\n```<query>who was the first lady</query>"
-        return said(text, usage=(len(ids), len(done.token_ids)))
-
-    with openai_server() as server:
-        server.answer = answer
-        here = {"base_url": server.url, "key_variable": ""}
-        tables = json.loads(Path(catalogue(tmp_path)).read_text())
-        pages = lines(tmp_path / "pages.jsonl", [{"text": "Eliza was the first lady."}])
-        search = {"kind": "search", "name": "pages", "description": "d", "corpus": str(pages)}
-        tables |= {"tools": [search, tables["tools"][-1]], "endpoints": dict.fromkeys(HOSTS, here)}
-        (tmp_path / "mine.json").write_text(json.dumps(tables))
-        options = ["--config", "toolorchestra-8b", "--dry-run", "--run.root", str(tmp_path)]
-        options += ["--rollout.temperature", "4"]  # each turn of the menu is drawn
-        options += ["--task.world", f"questions:{FRAMES}", "--task.experts", "real"]
-        options += ["--task.tools", f"{PUBLISHED},{tmp_path}/mine.json", "--task.judge", "judge"]
-        assert train.main(options) == 0
-    asked = [body["model"] for body in server.bodies]
-    (run,) = tmp_path.glob("*-dry-run")
-    rows = [json.loads(line) for line in (run / "trajectories.jsonl").open()]
-    paid = 0
-    for row in rows:
-        spent = sum(result["cost_usd"] for turn in row["turns"] for result in turn["results"])
-        own = Price(0.2, 0.2).cost(len(row["ids"]), 0)
-        assert row["cost_usd"] == pytest.approx(spent + own, abs=1e-9)
-        for turn in row["turns"]:
-            for made, result in zip(turn["calls"], turn["results"], strict=True):
-                if made["name"] == "answer" and not result["error"]:
-                    (role,) = (o for o in row["task"]["data"]["tools"] if o["name"] == "answer")
-                    usd, paid = Price(*role["models"][result["alias"]]["usd"]), paid + 1
-                    tokens = result["input_tokens"], result["output_tokens"]
-                    assert result["cost_usd"] == usd.cost(*tokens) > 0
-    assert 0 < paid < len(asked) - asked.count("judge") and "judge" in asked
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    assert any("loss" in step for step in steps)
-    bill = json.loads((run / "summary.json").read_text())["bill_usd"]
-    assert {"judge", "gpt-5"} <= set(bill) and bill["judge"] > 0, "who was paid what"
-    for step in (step for step in steps if "costs_usd" in step):
-        assert step["costs_usd"]["policy"] > 0 and step["seconds_by"]["policy"] > 0
-        assert sum(step["costs_usd"].values()) == pytest.approx(step["cost_usd"])
-        assert sum(step["seconds_by"].values()) == pytest.approx(step["latency_s"])
-    assert any({"model", "unparsed"} <= set(step["verdicts"]) for step in steps)
