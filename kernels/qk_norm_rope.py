@@ -102,7 +102,7 @@ def qk_norm_rope_store(
     """Returns q [T, H, D], normalised and rotated; stores k, likewise, and v in the caches.
 
     qkv, q_norm, k_norm, cos and sin as in qk_norm_rope; caches [pages, Hkv, page_size, D] of qkv's
-    dtype; slots int32 or int64 [T]. Token t goes to page slots[t] // page_size, offset
+    dtype; slots int32 [T]. Token t goes to page slots[t] // page_size, offset
     slots[t] % page_size; tokens with a negative slot are not stored, and the other slots are all
     different. ValueError for other shapes and dtypes.
     """
@@ -110,8 +110,7 @@ def qk_norm_rope_store(
     check(k_cache.shape, qkv.dtype, v_cache=v_cache)
     _, kv_heads, page_size, dim = k_cache.shape
     _check(qkv, q_norm, k_norm, cos, sin, dim, kv_heads)
-    slots_dtype = torch.int64 if slots.dtype == torch.int64 else torch.int32
-    check((len(qkv),), slots_dtype, slots=slots)
+    check((len(qkv),), torch.int32, slots=slots)
     return _to_slots(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, page_size, eps)
 
 
