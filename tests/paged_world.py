@@ -100,7 +100,7 @@ class World:
         sampled = batch.sampled
         self.scheduler.commit(batch)
         for request in sampled:
-            if reason := request.accept(policy(request.ids), 0.0):
+            if reason := request.accept(policy(request.ids), 0.0, [], 0):
                 self.finish(request, reason)
         prefills = [(chunk.request.id, chunk.start, chunk.count) for chunk in batch.prefills]
         self.log.append(([r.id for r in batch.decodes], prefills))

@@ -51,6 +51,7 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.model.weights import copy_weights
 
 DEFAULT_POOL = 1 << 30  # bytes of a CPU's KV pool
+MEMORY_SHARE = 0.9  # of a GPU's free memory that its KV pool takes
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Step:
 class Engine:
     """Continuous batching over a paged KV cache.
 
-    num_pages: pages of the KV pool (default: 1 GiB worth on a CPU; on a GPU memory_share of what is
+    num_pages: pages of the KV pool (default: 1 GiB worth on a CPU; on a GPU MEMORY_SHARE of what is
     free then, less what the runner takes beside). page_size: tokens a page (default: 16 on a CPU,
     64 on a GPU). max_batch_tokens: tokens that one step computes at most. max_running: requests
     that decode at the same time. max_context: longest sequence, prompt and sampled ids together
@@ -83,7 +84,6 @@ class Engine:
         max_batch_tokens: int = 4096,
         max_running: int = 512,
         max_context: int | None = None,
-        memory_share: float = 0.9,
     ):
         config, weight = model.config, model.embed_tokens.weight
         on_gpu = by_kernel(weight)
@@ -107,7 +107,7 @@ class Engine:
                 beside = bytes_beside_pages(
                     config, weight.dtype, max_batch_tokens, rows, self.max_context
                 )
-                pool = memory_share * (free_memory(weight.device) - beside)
+                pool = MEMORY_SHARE * (free_memory(weight.device) - beside)
             kv_heads = 2 * config.num_hidden_layers * config.num_key_value_heads
             token_bytes = kv_heads * config.head_dim * weight.dtype.itemsize
             num_pages = max(1, int(pool / (page_size * token_bytes)))
@@ -367,7 +367,7 @@ class Engine:
         self.scheduler.finish(request)
         request.finish(reason, self.tokenizer)
 
-    def session(self, ids: Iterable[int] = ()) -> Session:
+    def session(self, ids: Iterable[int]) -> Session:
         """Opens a growing sequence of ids whose KV stays in the cache between its turns."""
         return Session(self, ids)
 
@@ -390,16 +390,13 @@ class Engine:
         """Makes a request that samples on a sequence of checked ids. Raises UserError."""
         length = len(sequence.ids)
         self.limits.check_length(length, sampled=1)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.eos_ids
         return Request(
             id=next(self._request_ids),
             sequence=sequence,
             params=params,
             # The last token needs no page.
             limit=min(length + params.max_tokens, self.max_context, self.limits.pool + 1),
-            stop_ids=stop_ids,
+            stop_ids=frozenset() if params.ignore_eos else self.eos_ids,
             on_token=on_token,
         )
 

@@ -38,7 +38,6 @@ class SamplingParams:
     top_p: float = 1.0  # keeps the most probable ids of this total probability; 1 is off
     top_k: int = 0  # keeps so many of the most probable ids; 0 is off
     seed: int = 0  # the noise is a function of (seed, position): equal prompts need other seeds
-    stop_token_ids: tuple[int, ...] = ()  # ids that end the text, beside the end-of-text ids
     ignore_eos: bool = False  # go on past the end-of-text ids
     top_logprobs: int = 0  # reports so many of the most probable ids of each draw
     guide: Guide | None = None  # holds calls, or the answer, to a form
@@ -220,16 +219,12 @@ class Request:
         return allowed[:vocab_size]
 
     def accept(
-        self,
-        token: int,
-        logprob: float,
-        top_logprobs: TopLogprobs | None = None,
-        weight_version: int = 0,
+        self, token: int, logprob: float, top_logprobs: TopLogprobs, weight_version: int
     ) -> str:
         """Appends a sampled token. Returns the reason to finish, or ""."""
         self.sequence.ids.append(token)
         self.logprobs.append(logprob)
-        self.top_logprobs.append(top_logprobs or [])
+        self.top_logprobs.append(top_logprobs)
         self.weight_versions.append(weight_version)
         if self.guide is not None:
             self.guide.advance(token)

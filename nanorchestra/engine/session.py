@@ -19,7 +19,7 @@ class Session:
     then computes them anew.
     """
 
-    def __init__(self, engine: Engine, ids: Iterable[int] = ()):
+    def __init__(self, engine: Engine, ids: Iterable[int]):
         self._engine = engine
         self._sequence = Sequence(engine.limits.check_ids(ids), is_session=True)
         self._turn: Request | None = None  # the turn that is being sampled

@@ -436,8 +436,8 @@ def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_t
     engine.runner.read = eager
     names = ("calc", "search", "sea")
     guide = Guide(nano_tokenizer, Form([{"function": {"name": name}} for name in names]))
-    options = {"guide": guide, "stop_token_ids": (end,)}
-    params = [SamplingParams(max_tokens=120, seed=i, **options) for i in range(12)]
+    engine.eos_ids |= {end}
+    params = [SamplingParams(max_tokens=120, seed=i, guide=guide) for i in range(12)]
     completions = engine.generate([[5, 6, 7]] * 12, params)
     ended = [c.token_ids for c in completions if c.finish_reason == "stop"]
     assert len(ended) > 6

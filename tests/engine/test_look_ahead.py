@@ -89,6 +89,7 @@ def storm(model, seed: int, ahead: bool, pages: int) -> tuple[list, Engine]:
     """The same requests, sessions, aborts and new weights, at times that no token decides."""
     rng, results = random.Random(seed), []
     serving = engine(model, ahead, num_pages=pages)
+    serving.eos_ids |= {7, 8, 9}
 
     def prompt(count: int) -> list[int]:
         return [rng.randrange(6, 64) for _ in range(count)]
@@ -99,7 +100,6 @@ def storm(model, seed: int, ahead: bool, pages: int) -> tuple[list, Engine]:
             seed=rng.randrange(1000),
             temperature=rng.choice((0.0, 1.0, 3.0)),
             ignore_eos=rng.random() < 0.3,
-            stop_token_ids=(7, 8, 9),
             top_k=rng.choice((0,) * 9 + (5,)),
             top_logprobs=rng.choice((0, 0, 3)),
             guide=EvenAfterThirds() if rng.random() < 0.4 else None,

@@ -216,13 +216,12 @@ def test_graph_sizes_end_with_the_most_rows():
     assert len(graph_sizes(512)) == 36
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5])
-def test_the_pool_is_sized_by_the_free_memory(engine, monkeypatch, share):
+def test_the_pool_is_sized_by_the_free_memory(engine, monkeypatch):
     monkeypatch.setattr("nanorchestra.engine.engine.free_memory", lambda device: 10_000_000)
     page = 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * 64 * 4  # bytes: k and v, one layer
-    serving = engine(num_pages=None, page_size=None, memory_share=share)
+    serving = engine(num_pages=None, page_size=None)
     beside = model_runner.bytes_beside_pages(SHAPE, torch.float32, 48, 8, 512)
-    assert serving.limits.pool == 64 * int(share * (10_000_000 - beside) / page)
+    assert serving.limits.pool == 64 * int(0.9 * (10_000_000 - beside) / page)
     runner = serving.runner
     fixed = [runner.logits, runner._partial, runner._lse, runner.inputs.memory]
     assert sum(x.nbytes for x in fixed) <= beside, "what is sized by the engine's limits"

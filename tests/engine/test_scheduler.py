@@ -128,5 +128,5 @@ def test_a_step_that_decodes_has_a_bounded_prefill_on_a_gpu():
         sampled = batch.sampled
         scheduler.commit(batch)
         for request in sampled:
-            request.accept(rng.randrange(9), 0.0)
+            request.accept(rng.randrange(9), 0.0, [], 0)
     assert max(prefills) == bound and 0 in prefills
