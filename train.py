@@ -475,7 +475,7 @@ def evaluate(
     ranks: Ranks,
     spending: Spending,
     phase: str,
-    own_reward: UserReward | None = None,
+    own_reward: UserReward | None,
 ) -> Json:
     """Plays the held-out tasks; returns their summary, and records the attempts as `phase`."""
     tasks = run.config.evaluation.tasks
@@ -487,7 +487,7 @@ def evaluate(
 
 
 def evaluate_routers(
-    config: Config, world: World, own_reward: UserReward | None = None
+    config: Config, world: World, own_reward: UserReward | None
 ) -> dict[str, Json]:
     """Returns the held-out summaries of the fixed routers, of the miniature: they cost nothing."""
     summaries = {}
@@ -504,7 +504,7 @@ def play_held_out(
     player: Player,
     ranks: Ranks,
     spending: Spending,
-    own_reward: UserReward | None = None,
+    own_reward: UserReward | None,
 ) -> Attempts:
     """Plays and scores one attempt at each held-out task, all with experts of the same seed."""
     tasks = config.evaluation.tasks

@@ -58,16 +58,6 @@ class AttemptLimits:
     calls_per_turn: int = 4
     failed_turns: int | None = None
 
-    @classmethod
-    def of(cls, settings: Any) -> AttemptLimits:
-        """Returns the limits that settings, as config.rollout, have under the same names."""
-        return cls(
-            turns=settings.turns,
-            turn_tokens=settings.turn_tokens,
-            context_tokens=settings.context_tokens,
-            calls_per_turn=settings.calls_per_turn,
-        )
-
 
 class Conversation(Protocol):
     """What samples the turns of an attempt: a session on an engine, or a chat at an endpoint."""

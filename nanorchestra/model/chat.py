@@ -23,17 +23,13 @@ RESPONSE, RESPONSE_END = Marker("<tool_response>"), Marker("</tool_response>")
 
 
 def render(
-    messages: list[Json],
-    tools: list[Json] | None = None,
-    add_generation_prompt: bool = True,
-    enable_thinking: bool | None = None,
+    messages: list[Json], tools: list[Json] | None = None, add_generation_prompt: bool = True
 ) -> str:
     """Returns the prompt as Qwen3's template writes it; messages and tools in the OpenAI shape.
 
     The template omits the reasoning of assistant turns before the last user query.
-    enable_thinking=False adds an empty think block to the generation prompt.
     """
-    return "".join(_prompt(messages, tools, add_generation_prompt, enable_thinking))
+    return "".join(_prompt(messages, tools, add_generation_prompt, None))
 
 
 def encode(
@@ -44,7 +40,8 @@ def encode(
 ) -> list[int]:
     """Returns the ids of `render`, with added-token ids only where the template puts them.
 
-    Without Qwen3's markers they are those of the model's own template. UserError if that fails.
+    enable_thinking=False adds an empty think block to the generation prompt. Without Qwen3's
+    markers they are those of the model's own template. UserError if that fails.
     """
     if not tokenizer.markers:
         return _template(tokenizer).encode(messages, tools, enable_thinking)

@@ -183,6 +183,9 @@ def build_rollout(config: Config, engine: Engine, price: Price, temperature: flo
     price: of the policy's own tokens.
     """
     rollout = config.rollout
+    limits = AttemptLimits(
+        rollout.turns, rollout.turn_tokens, rollout.context_tokens, rollout.calls_per_turn
+    )
 
     def params(seed, budget):
         return SamplingParams(budget, temperature, seed=seed)
@@ -191,7 +194,7 @@ def build_rollout(config: Config, engine: Engine, price: Price, temperature: flo
         engine,
         engine.tokenizer,
         params,
-        AttemptLimits.of(rollout),
+        limits,
         price,
         lockstep=rollout.lockstep,
         rebuild=rollout.context == "rebuild",

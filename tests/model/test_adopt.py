@@ -61,7 +61,7 @@ def test_a_marker_has_an_id_of_its_own_and_everything_else_stays(kind, tied, tmp
     save_checkpoint(model, adopted, tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     turns = [{"role": "user", "content": TEXT}]
-    marked = chat.render(turns, enable_thinking=False).replace(TEXT, "a b")
+    marked = "".join(chat._prompt(turns, None, True, False)).replace(TEXT, "a b")
     turns[0]["content"] = "a b"
     ours = chat.encode(adopted, turns, enable_thinking=False)
     assert theirs(marked, add_special_tokens=True).input_ids == ours

@@ -38,10 +38,10 @@ def test_prompts_and_ids_are_those_of_qwen3s_own_template(tokenizer):
     for row, plain in zip(rows, unquoted, strict=True):
         for each in (row, plain):
             arguments, thinking = (each["messages"], each["tools"]), each.get("enable_thinking")
-            text = chat.render(*arguments, each["add_generation_prompt"], thinking)
+            text = "".join(chat._prompt(*arguments, each["add_generation_prompt"], thinking))
             if each is row:
                 assert text == row["text"]
-        text = chat.render(*arguments, True, thinking)
+        text = "".join(chat._prompt(*arguments, True, thinking))
         ids = chat.encode(tokenizer, *arguments, thinking)
         assert ids == tokenizer.backend.encode(text).ids
 
