@@ -4,8 +4,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.lessons import Lesson
-from nanorchestra.agent.world import Split, World, demonstrates
+from nanorchestra.agent.world import Lesson, Split, World, demonstrates
 from nanorchestra.records import Task
 
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.lessons import Lesson
-from nanorchestra.agent.world import Split
+from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines

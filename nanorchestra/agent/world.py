@@ -1,11 +1,13 @@
-"""The protocol of worlds: where tasks come from, and the environments of attempts at them."""
+"""The protocol of worlds: where tasks come from, and the environments of attempts at them.
 
-from collections.abc import Iterable
+A world may also demonstrate its tasks, in lessons.
+"""
+
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.lessons import Lesson
-from nanorchestra.records import Task
+from nanorchestra.records import Task, ToolCall, ToolResult
 
 # "all": every task of a world that has an end, offered as held-out ones are.
 Split = Literal["train", "held_out", "all"]
@@ -31,18 +33,26 @@ class World(Protocol):
         """Returns one attempt at a task; `seed` decides what simulated experts say."""
 
 
-class Teacher(Protocol):
-    """A world that also demonstrates its tasks, for a warm start."""
+@dataclass(frozen=True)
+class Lesson:
+    """One demonstrated turn: a thought, then a call or a message.
 
-    def lesson(self, index: int, most_tools: int = 0) -> tuple[Environment, Iterable[Lesson]]:
-        """Returns an environment, and a teacher's turns in it; they act as they are iterated over.
+    `result` is the answer of the tool or of the user; None after the last message.
+    """
 
-        most_tools: tools on offer at most, 0 for no limit.
-        """
+    thought: str
+    content: str = ""
+    call: ToolCall | None = None
+    result: ToolResult | None = None
 
 
 def demonstrates(world: Any) -> bool:
-    """Returns whether a world is a Teacher, too; of a mixture, whether one of its worlds is."""
+    """Returns whether a world demonstrates its tasks; of a mixture, whether one of its worlds does.
+
+    Such a world has lesson(index, most_tools=0) -> (Environment, Iterable[Lesson]): an environment,
+    and a teacher's turns in it, which act as they are iterated over. most_tools: tools on offer at
+    most, 0 for no limit.
+    """
     mixed = getattr(world, "worlds", None)
     if mixed is not None:
         return any(demonstrates(part) for part in mixed.values())

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.lessons import Lesson
 from nanorchestra.agent.rebuild import Notes
-from nanorchestra.agent.world import World, demonstrates
+from nanorchestra.agent.world import Lesson, World, demonstrates
 from nanorchestra.config import Config
 from nanorchestra.errors import require
 from nanorchestra.model import chat

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.lessons import Lesson
+from nanorchestra.agent.world import Lesson
 from nanorchestra.records import Task
 from worlds.miniature.offers import (
     Offer,

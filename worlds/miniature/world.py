@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.lessons import Lesson
-from nanorchestra.agent.world import Split
+from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.records import Preference, Price, Task
 from nanorchestra.tools.sandbox import Sandbox
 from tools import LookupTool, PythonTool, RecordsTool, SimulatedExpert

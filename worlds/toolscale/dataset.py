@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanorchestra.agent.lessons import Lesson
-from nanorchestra.agent.world import Split
+from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall
