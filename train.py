@@ -541,7 +541,7 @@ def main(arguments: list[str]) -> int:
     sharded = dtype != torch.float32 and config.lora.base != "int4"
     ranks = Ranks.start(device, shard=config.parallel.shard, sharded=sharded)
     with Stop() as stop, Sandbox() as sandbox:
-        run = TrainingRun(config, path, ranks, stop, resumed=resumed, dry_run=options.dry_run)
+        run = TrainingRun(config, path, ranks, stop, resumed=resumed)
         try:
             finished = train(run, sandbox)
         except Exception:

@@ -183,6 +183,7 @@ def test_two_ranks_begin_with_one_draft(tmp_path):
         (["--grpo.stepz", "3"], "arguments: --grpo.stepz 3; did you mean --grpo.steps? (--help"),
         (["--config", "qwen-4b"], "; did you mean qwen3-4b?"),
         (["--run.name", "../x"], "run.name is '../x'; it must be the name of a directory"),
+        (["--run.name", "x-dry-run"], "run.name is 'x-dry-run'; names of dry runs end so"),
         (["--resume", "nowhere"], "nowhere: no such run; give its directory, or its name in runs/"),
         (["--resume", "x", "--run.seed", "1"], "cannot change run.seed, only run.checkpoint_every"),
         (["--run.root", "/proc/nothing"], "/proc/nothing"),

@@ -32,6 +32,10 @@ def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
         )
         return config, folder.path, True
     config = settings.load_config(options.config or "nano", given)
+    require(
+        not settings.is_dry_run(config),
+        f"run.name is {config.run.name!r}; names of dry runs end so, --dry-run gives them",
+    )
     if options.dry_run:
         config = settings.scaled_down(config, str(NANO))
     path = path_of_run(config.run.root, config.run.name, "run.name")

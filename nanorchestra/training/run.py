@@ -69,20 +69,13 @@ class Laps:
 class TrainingRun:
     """A run on this rank: its directory, progress, records and checkpoints.
 
-    Makes the directory, or opens it if the run is `resumed`; that of an earlier dry run is replaced
-    if `dry_run`. `stop.asked` says whether to stop after the present step, and `stop.says` becomes
-    what stops then. UserError if the directory is taken.
+    Makes the directory, or opens it if the run is `resumed`; a dry run replaces that of an earlier
+    one. `stop.asked` says whether to stop after the present step, and `stop.says` becomes what
+    stops then. UserError if the directory is taken.
     """
 
     def __init__(
-        self,
-        config: Config,
-        path: Path,
-        ranks: Ranks,
-        stop: Any,
-        *,
-        resumed: bool = False,
-        dry_run: bool = False,
+        self, config: Config, path: Path, ranks: Ranks, stop: Any, *, resumed: bool = False
     ):
         # After a restart a slow rank may find the directory that rank 0 has just made.
         self.resumed = ranks.broadcast(resumed)
@@ -90,7 +83,7 @@ class TrainingRun:
         self.progress = Progress()
         if ranks.first:
             if not self.resumed:
-                if dry_run and (path / "config.toml").exists():
+                if is_dry_run(config) and (path / "config.toml").exists():
                     self.folder.lock()  # UserError if it is under way
                     self.folder.unlock()
                     shutil.rmtree(path)
