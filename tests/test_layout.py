@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -35,6 +34,7 @@ BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
 BELOW["docs"] = BELOW["worlds"] | {"worlds"} | COMMANDS
 
+OUTSIDE = "tests/", "benchmarks/", "examples/"  # examples are programs of others
 OPTIONAL = {"gguf", "huggingface_hub", "litellm", "tau2"}
 # They bring jinja2, which few models need, and mcp, which a catalogue with MCP servers needs.
 LAZY = {"nanorchestra.model.template", "nanorchestra.tools.mcp"}
@@ -56,16 +56,16 @@ if not (ROOT / ".git").exists():  # an archive has no list of its files
     pytest.skip("the layout is checked in a clone", allow_module_level=True)
 
 
-def files(*outside):
-    """The Python files that do not lie in the folders `outside`, by the name of their module."""
+def files():
+    """The Python files of the project itself, by the name of their module."""
     listed = subprocess.run(
         ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
-    wanted = (Path(name) for name in listed if not name.startswith(outside))
+    wanted = (Path(name) for name in listed if not name.startswith(OUTSIDE))
     return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in wanted}
 
 
-FILES = files("tests/", "benchmarks/", "examples/")  # examples are programs of others
+FILES = files()
 
 
 def imports(tree):
@@ -127,16 +127,6 @@ def test_there_is_no_circle_of_imports():
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
-
-
-def test_no_two_classes_share_a_name():
-    places = defaultdict(list)
-    for path in files("tests/").values():
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{path}:{node.lineno}")
-    for name, at in places.items():
-        assert len(at) == 1, f"class {name} is defined at {' and '.join(at)}"
 
 
 def test_the_logic_of_the_engine_and_the_loop_loads_without_torch():
