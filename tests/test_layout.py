@@ -34,7 +34,7 @@ BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
 BELOW["docs"] = BELOW["worlds"] | {"worlds"} | COMMANDS
 
-OUTSIDE = "tests/", "benchmarks/", "examples/"  # examples are programs of others
+OUTSIDE = "tests/", "benchmarks/", "examples/"  # examples are programs of users
 OPTIONAL = {"gguf", "huggingface_hub", "litellm", "tau2"}
 # They bring jinja2, which few models need, and mcp, which a catalogue with MCP servers needs.
 LAZY = {"nanorchestra.model.template", "nanorchestra.tools.mcp"}

@@ -168,7 +168,7 @@ def test_every_turn_as_its_own_sample_gives_the_same_gradient(nano_model):
     near(gradients(nano_model, turns), gradients(nano_model, groups))
 
 
-def test_an_importance_cap_makes_stale_rollouts_a_weighted_policy_gradient(nano_model):
+def test_an_importance_cap_weights_the_policy_gradient(nano_model):
     """With one update a step the gradient is that of -A min(pi / sampler, cap) log pi."""
     groups = make_groups(2)
     samples = samples_in(groups)
