@@ -85,12 +85,7 @@ from nanorchestra.training.rollout import (
     require_most_worked,
 )
 from nanorchestra.training.run import Laps, TrainingRun
-from nanorchestra.training.samples import (
-    as_group,
-    gave_answer,
-    record_logprobs,
-    rewritten_share,
-)
+from nanorchestra.training.samples import as_group, gave_answer, record_logprobs, rewritten_share
 from nanorchestra.training.trainer import StepMetrics, Trainer, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
@@ -239,11 +234,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
                     sample.old_logprobs = old_logprobs
             for part in mini_batches(groups, grpo.mini_batch):
                 update, logprobs_of_part = policy_update(
-                    trainer,
-                    part,
-                    objective,
-                    learning_rate,
-                    rollout.temperature,
+                    trainer, part, objective, learning_rate, rollout.temperature
                 )
                 updates.append(update)
                 logprobs |= logprobs_of_part
