@@ -116,7 +116,7 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 status = main(arguments)
-                _flush_stdout()
+                print(end="", flush=True)
                 return status
             except UserError as error:
                 print(f"{program}: {error}", file=sys.stderr)
@@ -135,7 +135,7 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
                 return 1
             finally:
                 with suppress(BrokenPipeError):
-                    _flush_stdout()  # as Ctrl-C may now end the process at once
+                    print(end="", flush=True)  # as Ctrl-C may now end the process at once
                 signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
         return run
@@ -148,16 +148,3 @@ def _memory_is_refused(error: Exception) -> bool:
     told = ("can't allocate memory", "can't start new thread")
     no_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
     return no_memory or any(words in str(error) for words in told)
-
-
-def _flush_stdout() -> None:
-    """Writes what stdout still holds. BrokenPipeError if its reader has gone away.
-
-    The interpreter tells of other errors at its end.
-    """
-    try:
-        print(end="", flush=True)
-    except BrokenPipeError:
-        raise
-    except (OSError, ValueError):
-        pass
