@@ -283,7 +283,7 @@ def test_a_python_function_is_a_tool_with_its_schema(tmp_path, sandbox):
     for amount, says, error in (
         (0, '{"to": "EUR", "names": ["a", "b"]}', False),
         (-1, "negative", True),
-        (9, "0.2 s", True),
+        (0.5, "0.2 s", True),
     ):
         result = convert.call({"amount": amount, "names": ["a"]})
         assert says in result.content and result.error == error and result.cost_usd == 0.5
