@@ -42,13 +42,11 @@ def write_gguf(
     metadata: dict | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     pre: str = "qwen2",
-    missing: str = "",
     **writer,
 ) -> Path:
     """Writes a model with its matrices in the type `kind`, and returns `path`.
 
-    metadata: more keys, or other values. tensors: more of them, in fp32. missing: the Hugging Face
-    name of one that is left out. writer: of GGUFWriter.
+    metadata: more keys, or other values. tensors: more of them, in fp32. writer: of GGUFWriter.
     """
     config, architecture = model.config, architecture_of(model)
     out = GGUFWriter(path, architecture, **writer)
@@ -71,8 +69,6 @@ def write_gguf(
         add(out, key, value)
     rng = np.random.default_rng(0)
     for name, tensor in named_hf_tensors(model):
-        if name == missing:
-            continue
         numbers = tensor.detach().float().numpy()
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             halves = numbers.reshape(-1, 2, config.head_dim // 2, *numbers.shape[1:])

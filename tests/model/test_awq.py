@@ -145,13 +145,3 @@ def test_another_form_of_awq_is_refused_in_one_line(directory, change, words):
         load_model(directory)
     message = str(refusal.value)
     assert message.startswith(str(directory)) and words in message and "\n" not in message
-
-
-@pytest.mark.parametrize(
-    "stored", [{"quant_method": "gptq"}, {"quant_method": "compressed-tensors"}, "mine"]
-)
-def test_other_formats_are_refused(directory, stored):
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": stored}))
-    with pytest.raises(UserError, match="quantization_config = '.*': expected None or 'awq'"):
-        load_model(directory)

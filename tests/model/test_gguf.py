@@ -227,6 +227,7 @@ def test_yarn_is_read_and_other_scalings_are_refused(tmp_path):
 METADATA = {
     "general.architecture = 'gemma3': expected 'llama' or": {"general.architecture": "gemma3"},
     "qwen3.expert_count = 8: expected 0": {"qwen3.expert_count": 8},
+    "qwen3.rope.dimension_count = 4: expected 64": {"qwen3.rope.dimension_count": 4},
     "tokenizer.ggml.model = 'llama': expected 'gpt2'": {"tokenizer.ggml.model": "llama"},
     "tokenizer.ggml.pre = 'chatglm-bpe': expected one of": {"tokenizer.ggml.pre": "chatglm-bpe"},
 }
@@ -259,8 +260,6 @@ def test_a_file_of_another_kind_and_one_that_is_cut_are_refused_in_one_line(tmp_
     ):
         path.write_bytes(changed)
         assert words in refusal(path)
-    write_gguf(path, a_model("qwen3"), missing="model.norm.weight")
-    assert "model.norm.weight of shape [512] is missing" in refusal(path)
     assert "holds GGUF files; give one of them: model.gguf" in refusal(tmp_path)
 
 
@@ -355,15 +354,6 @@ PROMPT = (
 @pytest.fixture(scope="module")
 def smollm():
     return load_model(smollm_file())
-
-
-def test_the_capital_of_france(smollm):
-    model, tokenizer = smollm
-    engine = Engine(model, tokenizer, num_pages=8, page_size=16, max_running=1)
-    prompt = tokenizer.backend.encode(PROMPT).ids
-    (completion,) = engine.generate([prompt], SamplingParams(20, temperature=0.0))
-    assert completion.text == "The capital of France is Paris."
-    assert completion.finish_reason == "stop" and not tokenizer.markers
 
 
 def test_ids_are_those_of_smollms_own_tokenizer(smollm):

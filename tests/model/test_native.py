@@ -117,26 +117,6 @@ def test_threads_share_a_step_without_changing_its_bits():
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_nan_in_a_key_reaches_the_logits_of_its_sequence_and_no_other(dtype):
-    if library(dtype) is None:
-        pytest.skip("this CPU does not multiply bfloat16")
-    model = Qwen3(PRESETS["nano"])
-    model.init_weights(0)
-    pack(model.requires_grad_(False).to(dtype))
-    config = model.config
-    shape = config.num_hidden_layers, 4, config.num_key_value_heads, 16, config.head_dim
-    k_cache, v_cache = native.zeros(shape, dtype), native.zeros(shape, dtype)
-    forward = native.Forward(model, k_cache, v_cache)
-    block_tables = [[0, 1], [2, 3]]
-    forward([*range(17)] * 2, [*range(17)] * 2, [17, 17], block_tables, [])
-    step = [5, 6], [17, 17], [1, 1], block_tables, [0, 1]
-    expected = forward(*step)
-    k_cache[-1, 0] = torch.nan
-    logits = forward(*step)
-    assert logits[0].isnan().all() and torch.equal(logits[1], expected[1])
-
-
 @pytest.mark.parametrize(
     ("command", "reason"),
     [("no-such-compiler", "no-such-compiler"), ("cc -DBF16 -mno-avx512f", "cc: .*error")],

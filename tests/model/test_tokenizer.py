@@ -155,18 +155,11 @@ def test_the_end_of_a_turn_and_the_template_are_those_of_the_files_beside(tmp_pa
     assert tokenizer.eos_ids == tuple(map(tokenizer.token_id, ("<|endoftext|>", "<|im_end|>")))
 
 
-def test_a_bad_file_is_refused_in_one_line_that_names_it(saved, tmp_path):
+def test_a_tokenizer_of_another_kind_is_refused_in_one_line_that_names_it(saved, tmp_path):
     file = tmp_path / "tokenizer.json"
     data = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
-    bare = json.dumps(data | {"added_tokens": []})
     words = {"type": "BPE", "vocab": {"\u2581the": 0}, "merges": []}  # as SentencePiece's
     sentence_piece = json.dumps(data | {"model": words})
-    cases = (
-        ("", "not JSON"),
-        (bare, "it has no eos_token"),
-        (sentence_piece, "expected a byte-level BPE"),
-    )
-    for text, words in cases:
-        file.write_text(text)
-        with pytest.raises(UserError, match=re.escape(f"{file}: ") + ".*" + re.escape(words)):
-            Tokenizer.from_dir(tmp_path)
+    file.write_text(sentence_piece)
+    with pytest.raises(UserError, match=re.escape(f"{file}: ") + ".*expected a byte-level BPE"):
+        Tokenizer.from_dir(tmp_path)
