@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 import tracemalloc
 
@@ -57,10 +56,8 @@ class PanicException(BaseException):  # noqa: N818
 
 RAISED = [
     asyncio.CancelledError("closed"),
-    concurrent.futures.CancelledError(),
     KeyboardInterrupt("of a tool"),
     PanicException("index out of bounds"),
-    SystemExit(3),
     GeneratorExit(),
     StopIteration(),
 ]

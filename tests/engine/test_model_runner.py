@@ -19,7 +19,6 @@ from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.guide import Guide
 from nanorchestra.engine.model_runner import graph_sizes
 from nanorchestra.engine.step_inputs import (
-    Arena,
     Capacity,
     StepInputs,
     StepShape,
@@ -200,14 +199,6 @@ def test_inputs_lie_where_the_kernels_were_compiled_for():
     assert spans[0][0] == memory.data_ptr()
     assert spans[-1][1] <= memory.data_ptr() + memory.nbytes
     assert inputs.block_tables[2].data_ptr() == memory.data_ptr() + inputs.bytes_of_rows(2)
-
-
-def test_an_arena_hands_out_what_it_has():
-    arena = Arena(64, "cpu")
-    a, b = arena.tensor(3, dtype=torch.int32), arena.tensor(2, 2, dtype=torch.float64)
-    a.fill_(7)
-    b.fill_(1.5)
-    assert a.tolist() == [7] * 3 and b.tolist() == [[1.5] * 2] * 2 and arena.used == 48
 
 
 def test_graph_sizes_end_with_the_most_rows():
