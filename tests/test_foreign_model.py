@@ -77,9 +77,3 @@ def test_tools_training_and_evaluation_need_the_markers(checkpoint, command_line
     config = load_config(None, {"model.path": str(checkpoint)})
     with pytest.raises(UserError, match=re.escape(line)):
         load_policy(config, Ranks(), torch.float32)
-
-
-def test_a_template_that_is_no_jinja_is_refused_before_any_question(checkpoint, command_line):
-    (checkpoint / "chat_template.jinja").write_text("{% for %}")
-    status, _, err = command_line("--model", checkpoint, "--ask", "hi")
-    assert status == 2 and err.count("\n") == 1 and "chat template failed: line 1: " in err

@@ -180,10 +180,7 @@ def test_commands(talk, nano_tokenizer):
     assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(terminal.ask(LAW).ids)
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
-        ("/prefr x", "^/prefr: no such command; /help lists them; did you mean /prefer[?]$"),
         ("/prefer usd=much", "^preference: usd: 'much' is not of type 'number'"),
-        ("/prefer banana=3", "preference: there is no banana; weights are outcome, cost"),
-        ("/prefer never=tool-kuno", "no tool-kuno to ban; .*; did you mean tool-ku-no[?]$"),
         ("/tools tool-kuno", "did you mean tool-ku-no[?]$"),
         ("/load /no/file", "^/no/file: cannot be read"),
     ):
@@ -197,11 +194,6 @@ def test_commands(talk, nano_tokenizer):
     ):
         terminal.handle(f"/prefer {line}")
         assert f"added to a question: {words}" in out() and f"\nbinds: {limits}" in out()
-    other, said = talk(tools=[spy()])
-    other.handle("/prefer never use spy")
-    assert "added to a question: never use spy\nbinds: nothing; the words are for" in said()
-    other.handle("/prefer cost=1 never=spy")
-    assert "Spend as little as you can. Never call spy.\nbinds: never spy\n" in said()
     terminal.handle("/tools tool-ro-ta-vi")
     assert "added to a question: nothing\n" in out()
     last = nano_tokenizer.decode(terminal.ask(LAW).ids)
@@ -220,7 +212,6 @@ def test_nano_answers_a_newcomer_with_questions_to_copy(talk, capsys):
     assert serve.converse(terminal, lines) == 0 and capsys.readouterr().err == ""
     friendly, helped = "nano knows only its miniature world. Three questions to copy:\n", "/prefer "
     assert out().count(friendly) == 3 and out().count(f"\n{helped}") == 2
-    assert out().count("\n".join(f"  {each}" for each in EXAMPLES[:3])) == 5
     note = f"  note   {terminal.world.shorthand}\n  think  60s 74c large\n"
     assert out().count("  note ") == 1 and note in out() and out().count("answer 57") == 2
     terminal.at_prompt = False  # a script is told by its status
@@ -263,11 +254,6 @@ def test_nano_outside_its_world_says_so_and_ends_after_three_failed_turns(
     status, out, err = command_line("--ask", LAW, script=[think("t", "tool-ro-ta-vi")] * 9)
     assert out.count("  call ") == 4, "the same call again brings nothing new"
     assert "knows only" not in err
-    terminal, out = talk()
-    terminal.handle("/tools tool-ro-ta-vi")
-    assert "all experts are off" not in out()
-    terminal.handle("/tools tool-se-li")
-    assert "all experts are off: the model has learnt with one on offer" in out()
 
 
 def test_prices_are_in_dollars():
@@ -424,11 +410,6 @@ def test_a_line_is_recalled_in_the_next_session(monkeypatch, tmp_path):
         with create_pipe_input() as keyboard, create_app_session(keyboard, DummyOutput()):
             keyboard.send_text(keys)
             assert list(serve.typed([])) == ["one\ntwo"]
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    with create_pipe_input() as keyboard, create_app_session(keyboard, DummyOutput()):
-        keyboard.send_text("no place for it\r\x04")
-        assert list(serve.typed([])) == ["no place for it"]
 
 
 def test_a_checkpoint_without_tools_offers_python_and_search(sandbox, tmp_path):
@@ -444,7 +425,7 @@ def test_a_checkpoint_without_tools_offers_python_and_search(sandbox, tmp_path):
 
 
 def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tmp_path, capsys):
-    """An expert behind an endpoint may say anything; the conversation goes on and is billed."""
+    """An expert that does not state its usage is billed by an estimate."""
     from tools import main as tools_main
 
     assert tools_main(["index", "docs", "--out", str(tmp_path / "index")]) == 0
@@ -477,7 +458,8 @@ def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tm
             think("t", "python", code="6 * 7"),
             think("t", "search", query="prefix sharing of pages"),
             think("t", content="42"),
-            *[think("t", "sage", task="what?"), think("t", content="done")],
+            think("t", "sage", task="what?"),
+            think("t", content="done"),
         ]
         terminal, out = talk(*script, tools=world.tools)
         terminal.handle("What is six times seven?")
@@ -488,7 +470,7 @@ def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tm
         server.answer = lambda body: reply
         terminal.handle("and now?")
         assert "ninety" in out()
-        assert terminal.last["cost_usd"] > 0.01, "estimated where the reply does not state it"
+        assert terminal.last["cost_usd"] > 0.01
         assert len(terminal.transcript.messages) == 4
 
 
@@ -498,9 +480,6 @@ def test_ask_answers_one_question_and_says_what_is_loaded(command_line):
     assert status == 0 and "answer 57" in out and "cost   $" in out
     assert err.count("\n") == 1 and "the miniature" in err
     assert "assets/nano, float32 on cpu, context 2048, greedy sampling; " in err
-    assert serve.sampling_in_words({"temperature": 0.7, "top_p": 0.95, "top_k": 20}) == (
-        "temperature 0.7, top-p 0.95, top-k 20"
-    )
     status, out, _ = command_line("--ask", LAW, "--json", script=script)
     row = json.loads(out)
     assert status == 0 and row["answer"] == "57" and row["task"]["question"] == LAW
@@ -556,9 +535,6 @@ def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     attempt = before[: before.index("  cost")].splitlines()
     assert list(map(str.rstrip, printed[: len(attempt)])) == attempt
     assert any("  tool-ro-ta-vi {}: " in line for line in printed)
-    (tmp_path / "trace.jsonl").write_text('{"task": 3}\n')
-    assert serve.main(["--replay", file]) == 2
-    assert "trace.jsonl, line 1: not a recorded attempt" in capsys.readouterr().err
 
 
 def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line):
@@ -574,9 +550,7 @@ def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line)
 def test_a_mistake_is_one_line_and_status_2(command_line, tmp_path):
     for arguments, says in (
         (["--temperature", "-1", "--ask", LAW], "temperature is -1.0"),
-        (["--tools", "/no/file"], "/no/file: cannot be read"),
         (["--ask", "who are you?"], "outside the miniature's world"),
-        (["--ask", ""], "--ask: the question is empty"),
         (["--experts", "simulated"], "it must be real, record:DIR or replay:DIR"),
     ):
         status, out, err = command_line(*arguments)
