@@ -16,6 +16,7 @@ program prints. With a published role in the catalogue it works for the role's e
         '''Finds pages, the best first.'''
 """
 
+import functools
 import inspect
 import json
 import math
@@ -194,8 +195,28 @@ def tool(
     _check_kind(kind, schema, where)
     _check_settings(settings, where)
     description = " ".join(text.split())
-    checked = validate_call(function)
+    checked = _validated(function)
     return FunctionTool(function.__name__, description, schema, checked, kind=kind, **settings)
+
+
+def _validated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function with its arguments validated before it is called.
+
+    pydantic's own call runs the function inside Rust, and a process that ends while such a call is
+    given up aborts: its thread cannot be unwound there.
+    """
+
+    @functools.wraps(function)
+    def collect(*args, **kwargs):
+        return args, kwargs
+
+    collected = validate_call(collect)
+
+    def call(**arguments):
+        args, kwargs = collected(**arguments)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _check_kind(kind, schema, where) -> None:

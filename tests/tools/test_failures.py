@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import openai
@@ -419,3 +422,21 @@ def test_a_limit_of_the_user_is_not_a_failure_of_the_infrastructure(nano_tokeniz
     down = replace(DOWN.result, latency_s=99.0)
     failed = attempt(EchoTool(result=down), seconds=9.0)
     assert failed.failure == "Error: echo is down" and failed.latency_s < 9.5
+
+
+def test_a_process_ends_though_a_function_that_was_given_up_still_runs(tmp_path):
+    """It aborted: the thread was inside of pydantic's call in Rust, which cannot be unwound."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "from tools import tool\n"
+        "@tool(timeout_s=0.2)\n"
+        "def spin(text: str) -> str:\n"
+        "    'Spins.'\n"
+        "    while True: time.sleep(0.001)\n"
+        "print(spin.call({'text': 'a'}).content)\n"
+    )
+    command = [sys.executable, str(script)]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "took more than 0.2 s" in done.stdout, done.stderr
