@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -44,7 +45,6 @@ from nanorchestra.tools.http import (
     SECRET_CHARS,
     masked,
     secret,
-    trusted,
 )
 from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.spending import Spending
@@ -479,7 +479,7 @@ class McpConnection:
         client = httpx2.AsyncClient(
             headers=headers,
             timeout=httpx2.Timeout(CONNECT_S, read=None, pool=None),
-            verify=trusted(),
+            verify=ssl.create_default_context(),
             proxy=proxy,
             limits=httpx2.Limits(max_connections=None),
             trust_env=False,
