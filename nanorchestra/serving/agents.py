@@ -6,12 +6,8 @@ reward, an answer, or nothing.
 
 import asyncio
 import inspect
-import json
 import traceback
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +15,7 @@ from typing import Any
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import import_file
 from nanorchestra.schemas import Json
+from nanorchestra.tools.http import EndpointError, post
 from nanorchestra.tools.threads import in_daemon
 
 MODEL = "policy"  # its name for agents
@@ -51,16 +48,11 @@ class AttemptHandle:
 
         A call has "name" and "arguments", a result "content", "error", "cost_usd", "latency_s".
         """
-        body = json.dumps({"calls": calls}).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}/calls", body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=CALLS_S) as reply:
-                return json.load(reply)["results"]
-        except urllib.error.HTTPError as error:
-            with suppress(ValueError, KeyError, TypeError):
-                raise AgentFailure(json.load(error)["error"]["message"]) from None
-            raise AgentFailure(f"calls: status {error.code}") from None
+            reply, _ = post(f"{self.url}/calls", {"calls": calls}, {}, "", CALLS_S, requests=1)
+        except EndpointError as error:
+            raise AgentFailure(f"calls: {error}") from None
+        return reply["results"]
 
 
 @dataclass(frozen=True)
