@@ -9,6 +9,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
+from referencing import Registry
 
 from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import read_json
@@ -43,7 +44,8 @@ def schema_error(value: Any, schema: Json, first: bool = False) -> str | None:
 
 
 def _best_error(value, schema, most=None) -> ValidationError | None:
-    errors = Draft202012Validator(schema).iter_errors(value)
+    local = Registry()  # a reference to an address would be fetched
+    errors = Draft202012Validator(schema, registry=local).iter_errors(value)
     return best_match(islice(errors, most))
 
 
@@ -102,10 +104,14 @@ def levels(value: Any) -> Iterator[list[Any]]:
 def argument_error(arguments: Any, parameters: Json) -> str | None:
     """Returns why a tool with these `parameters` cannot take `arguments`; None if it can.
 
-    Arguments that the schema does not name are errors.
+    Arguments that the schema does not name are errors. The schema of an MCP server may be one of
+    another draft, or refer to nothing: no argument fits it then.
     """
     strict = {"type": "object", "additionalProperties": False}
-    return schema_error(arguments, strict | parameters)
+    try:
+        return schema_error(arguments, strict | parameters)
+    except Exception as error:
+        return f"its schema cannot be applied ({type(error).__name__}: {error})"[:300]
 
 
 def arguments_schema(**types: str) -> Json:

@@ -19,6 +19,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.files import read_json
 from nanorchestra.records import Price, ToolResult
+from nanorchestra.schemas import argument_error
 from nanorchestra.tools import models
 from nanorchestra.tools.limits import Allowance, RefusedError, within
 from tools import RecordsTool, load_tools, tool
@@ -486,7 +487,7 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox, monkeypatch
         names += [tool.name for tool in tools]
         for each in tools:
             if each.kind == "mcp":  # a process, which other tests count
-                each.server.end()
+                each.server.life.cancel()
     time_now = "time_get_current_time"
     assert names == ["python", "coder", "mini", "convert", "handbook", time_now, "answer", "deputy"]
 
@@ -526,3 +527,14 @@ def test_a_result_that_a_function_makes_itself_is_made_plain():
         result = ask.call({"text": "well?"})
         assert (result.content, result.cost_usd, result.refused) == (text, 0.1, False)
         assert result.latency_s == 3 if latency_s == 3 else 0 <= result.latency_s < 1
+
+
+def test_a_schema_that_cannot_be_applied_is_an_error_of_each_call():
+    for shape in (
+        {"$ref": "http://127.0.0.1:1/x"},
+        {"$ref": "#/nowhere"},
+        {"$ref": "#/properties/text"},
+        {"pattern": "("},
+    ):
+        problem = argument_error({"text": "a"}, {"properties": {"text": shape}})
+        assert problem.startswith("its schema cannot be applied (")

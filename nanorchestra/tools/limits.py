@@ -104,7 +104,7 @@ class Tool:
         """
         names = {self.name, self.kind}
         for name, schema in self.parameters.get("properties", {}).items():
-            for choice in schema.get("enum", ()):
+            for choice in schema.get("enum", ()) if isinstance(schema, dict) else ():  # or True
                 chosen = arguments is None or arguments.get(name) == choice
                 if chosen and isinstance(choice, str):
                     names.add(choice)
