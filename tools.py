@@ -35,10 +35,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.errors import UserError, command, nearest, require
+from nanorchestra.errors import command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, check, schema_fault
@@ -278,12 +279,10 @@ class Catalogue:
         """Returns the tools of MCP servers."""
         if not entries:
             return []
-        try:
-            from nanorchestra.tools.mcp import open_servers  # brings mcp, a second to import
-        except ModuleNotFoundError as error:
-            where = f"{self.path}: {entries[0]['name']}"
-            needs = "a tool of the kind mcp needs the package mcp: pip install mcp==2.3.0"
-            raise UserError(f"{where}: {needs} ({error})") from None
+        needs = "a tool of the kind mcp needs the package mcp: pip install mcp==2.3.0"
+        require(find_spec("mcp"), f"{self.path}: {entries[0]['name']}: {needs}")
+        from nanorchestra.tools.mcp import open_servers  # brings mcp, a second to import
+
         return open_servers(self.path, entries, self.spending)
 
     def _role(self, where, entry) -> RoleTool:
