@@ -34,7 +34,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.failures import failed
-from nanorchestra.tools.http import CONNECT_S, secret
+from nanorchestra.tools.http import CONNECT_S, SECRET_CHARS, masked, secret
 from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import abandoned
@@ -91,6 +91,7 @@ class McpTool(Tool):
             seconds = time.monotonic() - start
             return failed(self.name, problem, seconds, infrastructure=True)
         seconds = time.monotonic() - start if self.latency_s is None else self.latency_s
+        text = masked(text, self.server.secrets(), SECRET_CHARS)
         text = f"Error: {self.name}: {text}" if error else text
         return ToolResult(text, self.usd_per_call, seconds, error=error)
 
@@ -125,6 +126,12 @@ class McpServer:
             about, schema = listed[remote].description, listed[remote].input_schema
             tools.append(McpTool(name, about or remote, schema, self, remote, **settings))
         return tools
+
+    def secrets(self) -> list[str]:
+        """Returns the values of the environment's variables that the server is given."""
+        headers = self.entry.get("headers", {}).values()
+        names = [*self.entry.get("env", ()), *(value.removeprefix("$") for value in headers)]
+        return [secret(name) for name in [*names, self.entry.get("key_variable", "")]]
 
     def call(self, remote: str, arguments: Json, seconds: float) -> tuple[str, bool]:
         """Returns the text of a call's result, and whether it is an error of the call.

@@ -45,8 +45,10 @@ async def echo(context: Context, text: str) -> list:
         return [ImageContent(data="QUFB", mime_type="image/png"), file]
     if text == "headers":
         headers = context.request_context.request.headers
-        text = headers.get("authorization") + " " + headers["x-mine"]
-    if text == "env": text = " ".join(sorted(os.environ)) + " " + os.environ.get("MY_KEY", "")
+        text = headers.get("authorization")[::-1] + " " + headers["x-mine"]
+    if text == "env":
+        key = os.environ.get("MY_KEY", "")
+        text = " ".join([*sorted(os.environ), key, key[::-1]])
     return [text]
 @server.tool()
 def other() -> str:
@@ -108,7 +110,8 @@ def test_a_server_is_offered_with_schemas_and_prices_and_its_secrets_are_its_own
     result = echo.call({"text": "hello"})
     assert (result.content, result.cost_usd, result.latency_s) == ("hello", 0.25, 2.0)
     told = echo.call({"text": "env"}).content
-    assert "a-long-secret" in told and "OTHER_KEY" not in told
+    assert "terces-gnol-a" in told, "it has the key"
+    assert "a-long-secret" not in told and "OTHER_KEY" not in told
     assert echo.call({"text": "parts"}).content == "[image]\nin b"
     result = echo.call({"text": "bad"})
     assert result.error and not result.infrastructure and result.cost_usd == 0.25
@@ -122,7 +125,7 @@ def test_a_server_is_offered_with_schemas_and_prices_and_its_secrets_are_its_own
 
 def test_an_address_is_a_server_and_gets_its_key_and_headers(load, monkeypatch):
     monkeypatch.setenv("MY_KEY", "a-long-secret")
-    monkeypatch.setenv("MINE", "my header")
+    monkeypatch.setenv("MINE", "mine")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
@@ -136,7 +139,7 @@ def test_an_address_is_a_server_and_gets_its_key_and_headers(load, monkeypatch):
     settings = {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"X-Mine": "$MINE"}}
     process = begin()
     echo, _ = load(command=None, key_variable="MY_KEY", timeout_s=5, **settings)
-    assert echo.call({"text": "headers"}).content == "Bearer a-long-secret my header"
+    assert echo.call({"text": "headers"}).content == "terces-gnol-a reraeB mine"
     process.kill()
     process.wait()
     result = echo.call({"text": "hello"})
