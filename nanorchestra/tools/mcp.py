@@ -200,7 +200,8 @@ class McpServer:
         if key := self.entry.get("key_variable"):
             headers["Authorization"] = f"Bearer {_variable(key)}"
         timeout = httpx2.Timeout(None, connect=CONNECT_S)
-        return httpx2.AsyncClient(headers=headers, timeout=timeout)
+        tunnels = self.entry["url"].startswith("https:")  # a proxy can read what goes to http://
+        return httpx2.AsyncClient(headers=headers, timeout=timeout, trust_env=tunnels)
 
 
 def open_servers(path: str, entries: list[Json], spending: Spending) -> list[McpTool]:
