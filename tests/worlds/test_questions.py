@@ -273,7 +273,7 @@ def check_the_bill(root):
     assert paid > 0
     steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     bill = json.loads((run / "summary.json").read_text())["bill_usd"]
-    assert {"judge", "gpt-5"} <= set(bill) and bill["judge"] > 0, "who was paid what"
+    assert bill["judge"] > 0 and len(bill) > 1, "which experts are asked is drawn"
     for step in (step for step in steps if "costs_usd" in step):
         assert step["costs_usd"]["policy"] > 0 and step["seconds_by"]["policy"] > 0
         assert sum(step["costs_usd"].values()) == pytest.approx(step["cost_usd"])
