@@ -19,6 +19,8 @@ BELOW = {
     "nanorchestra.report": ROOT_FILES,
     "nanorchestra.model": ROOT_FILES | {"kernels"},
 }
+BELOW["nanorchestra.formats"] = BELOW["nanorchestra.model"] | {"nanorchestra.model"}
+BELOW["nanorchestra.tools"] |= {"nanorchestra.formats"}
 BELOW["nanorchestra.engine"] = BELOW["nanorchestra.model"] | {"nanorchestra.model"}
 BELOW["nanorchestra.agent"] = BELOW["nanorchestra.engine"] | {
     "nanorchestra.engine",
