@@ -311,7 +311,7 @@ class Catalogue:
         settings = {**_known(self.tables["experts"], name, f"{where}: expert")}
         place = f"{self.path}: experts.{name}.endpoint"
         host = _known(self.endpoints, settings.pop("endpoint"), place)
-        price = Price(*settings.pop("usd"))
+        price = Price(*map(float, settings.pop("usd")))
         if (model := settings["model"]).endswith(SERVED):
             slow = f"{model} plays a whole loop on its server before it answers"
             bound = f"{host.timeout_s:g} s at most, timeout_s of {place.partition(': ')[2]}"

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from nanorchestra.records import Price, Task, ToolResult, banned
+from nanorchestra.records import Task, ToolResult, banned
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.limits import Tool
@@ -18,10 +18,10 @@ from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.spending import Spending
 from worlds.miniature.names import draw_names
-from worlds.toolscale.offers import DESCRIPTIONS, SCHEDULES, scheduled
+from worlds.toolscale.offers import DESCRIPTIONS, SCHEDULES, describe, scheduled
 
 OFFERED = 0.7  # probability of a tool to be on offer in training
-LATENCY_S = 20.0  # of an expert whose entry states none
+LATENCY_S = 20.0  # of the simulation of an expert whose entry states none
 REPLY_TOKENS = 800  # of an expert's usual reply
 SEARCH_SKILL = 0.7  # probability that the page of a simulated search has the right answer
 ANSWER_FORM = "{answer}"
@@ -68,6 +68,11 @@ def reached(never: Sequence[str], tools: Sequence[Tool]) -> list[str]:
 # --- what is on offer
 
 
+def as_listed(tools: Sequence[Tool]) -> list[Tool]:
+    """Returns the catalogue as it is, each tool described with what it charges."""
+    return [_described(tool, DESCRIPTIONS[0]) for tool in tools]
+
+
 def draw(
     tools: Sequence[Tool],
     rng: random.Random,
@@ -75,7 +80,7 @@ def draw(
     called: Sequence[str] = (),
     most_tools: int = 0,
 ) -> list[Tool]:
-    """Returns what a task offers: the catalogue as it is, or `varied` as in the paper.
+    """Returns what a task offers: the catalogue as listed, or `varied` as in the paper.
 
     A varied task has a random subset of the tools, or all if no expert is among it, and of a
     published role some of its experts, in any order behind its aliases. Other experts have aliases
@@ -83,7 +88,7 @@ def draw(
     there are `most_tools` (0: no limit).
     """
     if not varied:
-        return [_offer(tool, _as_listed(tool), None, DESCRIPTIONS[0]) for tool in tools]
+        return as_listed(tools)
     chosen = [tool for tool in tools if isinstance(tool, RoleTool) or rng.random() < OFFERED]
     if not any(experts_of(tool) for tool in chosen):
         chosen = list(tools)
@@ -97,13 +102,18 @@ def draw(
     offers = []
     for tool in chosen:
         models = _shuffled(tool, rng) if isinstance(tool, RoleTool) else _renamed(tool, aliases)
-        offers.append(_offer(tool, models, schedule, rng.choice(DESCRIPTIONS)))
+        experts = {}
+        for alias, name in models.items():
+            expert = tool.experts[name]
+            price = scheduled(schedule, expert.model, expert.price)
+            experts[alias] = replace(expert, price=price)
+        if isinstance(tool, RoleTool):  # given parameters have the aliases of the catalogue's order
+            tool = replace(tool, experts=experts, given=None)
+        elif experts:
+            (alias,) = experts
+            tool = replace(tool, name=alias, experts=experts)
+        offers.append(_described(tool, rng.choice(DESCRIPTIONS)))
     return offers
-
-
-def _as_listed(tool: Tool) -> dict[str, str]:
-    """Returns each model of a tool behind the alias that the catalogue gives it."""
-    return {name: name for name in experts_of(tool)}
 
 
 def _shuffled(role: RoleTool, rng: random.Random) -> dict[str, str]:
@@ -120,40 +130,19 @@ def _renamed(tool: Tool, aliases: Iterator[str]) -> dict[str, str]:
     return {next(aliases): name for name in experts_of(tool)}
 
 
-def _offer(tool: Tool, models: dict[str, str], schedule: int | None, form: str) -> Tool:
-    """Returns a tool as a task offers it, with the prices of a schedule.
+def _described(tool: Tool, form: list[str]) -> Tool:
+    """Returns a tool whose description states what it charges, as the policy reads it everywhere.
 
-    models: alias -> name in the catalogue, of each expert on offer.
-    form: the form of the description of an expert that is no role; a role states prices itself.
+    form: the form of the description of an expert. A role states prices in its parameters.
     """
-    experts = {}
-    for alias, name in models.items():
-        expert = tool.experts[name]
-        price = Price(*scheduled(schedule, expert.model, expert.price))
-        experts[alias] = replace(expert, price=price, latency_s=expert.latency_s or LATENCY_S)
-    if isinstance(tool, RoleTool):
-        # The parameters that the catalogue gives have the aliases of its own order.
-        given = tool.given if schedule is None else None
-        return replace(tool, experts=experts, given=given)
-    if not experts:
-        return replace(tool, description=_priced(tool, tool.description))
-    ((alias, expert),) = experts.items()
-    description = form.format(
-        alias=alias,
-        skill=tool.description.strip().rstrip("."),
-        input=expert.price.input_per_million,
-        output=expert.price.output_per_million,
-        seconds=round(expert.latency_s),
-    )
-    return replace(tool, name=alias, description=_priced(tool, description), experts=experts)
-
-
-def _priced(tool: Tool, description: str) -> str:
-    """Returns a description that states what a call, or a second of it, costs."""
+    description = tool.description
+    if isinstance(tool, ExpertTool):
+        expert, skill = tool.expert, description.strip().rstrip(".")
+        description = describe(form, tool.name, skill, expert.price, expert.latency_s)
     for unit, usd in tool.prices.items():
         if usd:
             description = f"{description} Price: ${usd:g} a {unit}."
-    return description
+    return tool if description == tool.description else replace(tool, description=description)
 
 
 # --- simulations
@@ -195,7 +184,8 @@ class SimulatedModel(Expert):
     form: str = ""
 
     def _ask(self, text: str, name: str) -> ToolResult:
-        simulated = Simulation(self.skill, self.price, REPLY_TOKENS, self.latency_s).reply(
+        latency_s = self.latency_s or LATENCY_S
+        simulated = Simulation(self.skill, self.price, REPLY_TOKENS, latency_s).reply(
             f"{self.task.id}/{self.seed}/{name}",
             count_tokens(text),
             self._right,

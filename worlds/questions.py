@@ -221,7 +221,7 @@ def _bounds(tools) -> Bounds:
     """Bounds of US dollars and seconds: from nothing to a call of each expert on offer."""
     experts = [expert for tool in tools for expert in catalogue.experts_of(tool).values()]
     usd = sum(expert.price.cost(READ, catalogue.REPLY_TOKENS) for expert in experts)
-    seconds = sum(expert.latency_s for expert in experts)
+    seconds = sum(expert.latency_s or catalogue.LATENCY_S for expert in experts)
     return Bounds((0.0, usd or 0.01), (0.0, seconds or catalogue.LATENCY_S))
 
 

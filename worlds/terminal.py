@@ -30,7 +30,7 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
-from worlds.catalogue import names_of, reached
+from worlds.catalogue import as_listed, names_of, reached
 from worlds.load import knows_only_miniature
 from worlds.miniature.ask import EXAMPLES, LINE_UP, OutsideError, as_task
 from worlds.miniature.offers import is_expert
@@ -93,7 +93,7 @@ class OpenQuestions:
         never = [*preference.never, *reached(preference.never, self.tools)]
         preference = replace(preference, never=list(dict.fromkeys(never)))
         tools = [tool for tool in self.tools if tool.name not in self.off]
-        return ToolEnvironment(Task("asked", question, preference), tools)
+        return ToolEnvironment(Task("asked", question, preference), as_listed(tools))
 
 
 class MiniatureQuestions(OpenQuestions):

@@ -25,11 +25,12 @@ from nanorchestra.agent.world import demonstrates
 from nanorchestra.config import TaskSection
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
-from nanorchestra.records import Price, ToolCall
+from nanorchestra.records import Preference, Price, ToolCall
 from nanorchestra.tools.limits import Allowance
 from nanorchestra.training import build
 from worlds.load import open_world
 from worlds.questions import load_rows
+from worlds.terminal import questions_of
 
 PUBLISHED = Path(__file__).parents[2] / "assets" / "toolorchestra.toml"
 HOSTS = ("openai", "together", "here")
@@ -98,6 +99,24 @@ def test_a_task_offers_a_subset_under_aliases_and_prices_of_its_own(world):
         json.dumps(task.data["tools"]) for task in [worlds.task("held_out", i) for i in range(9)]
     }
     assert "$10.0" in listed and '"name": "strong"' in listed
+
+
+def test_serve_describes_an_expert_as_evaluation_and_training_do(world, tmp_path, sandbox):
+    made = json.loads(Path(catalogue(tmp_path)).read_text())
+    made["experts"]["strong"]["latency_s"] = 41
+    path = tmp_path / "timed.json"
+    path.write_text(json.dumps(made))
+    worlds = world(tools=str(path), judge="")
+    held_out = worlds.environment(worlds.task("held_out", 0), 0)
+    served = questions_of(None, str(path), None, sandbox).open("Who?", Preference(), 0)
+    assert served.tools == held_out.tools
+    said = {tool["function"]["name"]: tool["function"]["description"] for tool in served.tools}
+    price = "Price: $1.25 per million input tokens, $10.0 per million output tokens"
+    assert said["strong"] == f"strong: a strong model. {price}; about 41 s an answer."
+    assert said["judge"] == f"judge: a judge model. {price}.", "no latency is known"
+    for tool in worlds.environment(worlds.task("train", 0), 0).tools:
+        text = tool["function"]["description"]
+        assert "$" in text and (" 41 s" in text) == ("strong" in text)
 
 
 def test_no_question_is_both_trained_on_and_held_out(world):

@@ -16,7 +16,7 @@ _TABLES = read_json(Path(__file__).with_suffix(".json"))
 EXPERTS = _TABLES["experts"]  # split -> model -> skill, seconds and words
 OTHERS = _TABLES["others"]  # skill and seconds of any other model
 SCHEDULES = _TABLES["schedules"]  # split -> numbers of price schedules
-DESCRIPTIONS = _TABLES["descriptions"]  # forms of an expert's description
+DESCRIPTIONS = _TABLES["descriptions"]  # forms of an expert's description, and of its seconds
 CALL_EXPERT = _TABLES["tool"]  # the function that asks an expert
 COUNT = 3  # experts of a task
 
@@ -32,17 +32,15 @@ def draw_experts(rng: random.Random, split: str) -> list[Json]:
     drawn = []
     for number, model in enumerate(rng.sample(sorted(experts), COUNT), 1):
         alias, expert = f"expert-{number}", experts[model]
-        input_usd, output_usd = scheduled(schedule, model, PRICES[model])
+        price = scheduled(schedule, model, PRICES[model])
         seconds = round(expert["seconds"] * rng.uniform(0.7, 1.4))
         form, skill = rng.choice(DESCRIPTIONS), rng.choice(expert["words"])
         drawn.append(
             {
                 "alias": alias,
                 "model": model,
-                "description": form.format(
-                    alias=alias, skill=skill, input=input_usd, output=output_usd, seconds=seconds
-                ),
-                "usd": [input_usd, output_usd],
+                "description": describe(form, alias, skill, price, seconds),
+                "usd": list(price),
                 "latency_s": float(seconds),
                 "skill": expert["skill"],
             }
@@ -50,12 +48,22 @@ def draw_experts(rng: random.Random, split: str) -> list[Json]:
     return drawn
 
 
-def scheduled(schedule: int | None, model: str, price: Price) -> list[float]:
-    """Returns the input and output price of a model under a schedule, in USD per million tokens.
+def describe(form: list[str], alias: str, skill: str, price: Price, latency_s: float) -> str:
+    """Returns what the policy reads about an expert: its words, its price, its usual seconds.
 
-    A schedule multiplies the list prices of a model by a factor of its own; None leaves them.
+    `form` is one of DESCRIPTIONS. A `latency_s` of 0 is not known, and nothing is said of it.
     """
-    factor = 1.0
-    if schedule is not None:
-        factor = random.Random(f"schedule/{schedule}/{model}").uniform(0.4, 2.5)
-    return [float(f"{usd * factor:.2g}") for usd in price]
+    text, seconds = form
+    return text.format(
+        alias=alias,
+        skill=skill,
+        input=price.input_per_million,
+        output=price.output_per_million,
+        latency=seconds.format(round(latency_s)) if latency_s else "",
+    )
+
+
+def scheduled(schedule: int, model: str, price: Price) -> Price:
+    """Returns the price of a model under a schedule, which multiplies it by a factor of its own."""
+    factor = random.Random(f"schedule/{schedule}/{model}").uniform(0.4, 2.5)
+    return Price(*(float(f"{usd * factor:.2g}") for usd in price))
