@@ -9,13 +9,19 @@ import json
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from nanorchestra.errors import nearest, require
-from nanorchestra.schemas import SHAPES, Json, check
+from nanorchestra.schemas import Json
+from nanorchestra.validation import Number, validated
 
 RESULT_WORDS = 3_000  # that the policy reads of a result, if its tool states no `result_words`
+Weight = Annotated[Number, Field(ge=0, le=1e9)]
+ToolWeight = Annotated[Number, Field(ge=-1e9, le=1e9)]
+Limit = Annotated[Number, Field(gt=0, le=1e9)]
 
 
 class Price(NamedTuple):
@@ -126,13 +132,13 @@ class Preference:
     """
 
     text: str = ""
-    outcome: float = 1.0
-    cost: float = 0.0
-    latency: float = 0.0
-    tools: dict[str, float] = field(default_factory=dict)
+    outcome: Weight = 1.0
+    cost: Weight = 0.0
+    latency: Weight = 0.0
+    tools: dict[str, ToolWeight] = field(default_factory=dict)
     never: list[str] = field(default_factory=list)
-    usd: float | None = None
-    seconds: float | None = None
+    usd: Limit | None = None
+    seconds: Limit | None = None
 
     @property
     def words(self) -> str:
@@ -169,12 +175,10 @@ class Preference:
         Entries are the weights "outcome" (or "accuracy"), "cost", "latency" and those of tools, and
         the limits "never" (a list), "usd" and "seconds".
         """
-        check(vector, "preference", where)
-        given = {"outcome" if name == "accuracy" else name: v for name, v in vector.items()}
-        own = {
-            name: given.pop(name) for name in SHAPES["preference"]["properties"] if name in given
-        }
-        return cls(text, tools=given, **own)
+        tools = {"outcome" if name == "accuracy" else name: v for name, v in vector.items()}
+        own = {each.name for each in fields(cls)} - {"text", "tools"}
+        stated = {name: tools.pop(name) for name in own & tools.keys()}
+        return validated(cls, stated | {"text": text, "tools": tools}, where)
 
     def check_names(
         self, where: str, tools: Collection[str], ban_names: Collection[str] = ()

@@ -180,7 +180,7 @@ def test_commands(talk, nano_tokenizer):
     assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(terminal.ask(LAW).ids)
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
-        ("/prefer usd=much", "^preference: usd: 'much' is not of type 'number'"),
+        ("/prefer usd=much", "^preference: usd is 'much'; it should be a valid number"),
         ("/tools tool-kuno", "did you mean tool-ku-no[?]$"),
         ("/load /no/file", "^/no/file: cannot be read"),
     ):

@@ -77,14 +77,14 @@ def test_a_preference_is_a_line_of_words_and_a_vector():
         "Be quick.", 2.0, 0.0, 1.0, {"gpt-5": -1.0}, never=["python"], usd=0.05
     )
     for line, problem in (
-        ("cost=much", "it: cost: 'much' is not of type"),
-        ("cost=-1", "less than the minimum of 0"),
-        ("usd=0", "usd: 0 is less than or equal"),
-        ("search=nan", "search: 'nan' is not of type 'number'"),
+        ("cost=much", "it: cost is 'much'; it should be a valid number"),
+        ("cost=-1", "it: cost is -1; it should be greater than or equal to 0"),
+        ("usd=0", "it: usd is 0; it should be greater than 0"),
+        ("search=NaN", "it: tools.search is nan; it should be a finite number"),
     ):
         with pytest.raises(UserError, match=problem):
             Preference.parse(line, "it")
-    with pytest.raises(UserError, match="never: 'python' is not of type 'array'"):
+    with pytest.raises(UserError, match="it: never is 'python'; it should be a valid list"):
         Preference.of("", {"never": "python"}, "it")
 
 

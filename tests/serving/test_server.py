@@ -353,7 +353,7 @@ def test_a_preference_comes_as_a_line_or_as_json(http, running, metadata, stated
         ({"preference": '{"cost": 1'}, "metadata.preference: '{\"cost\": 1' is not JSON"),
         ({"preference": "banana=3"}, "metadata: there is no banana; weights are"),
         ({"never": "banana"}, "metadata: there is no banana to ban; there are echo"),
-        ({"usd": "much"}, "metadata: usd: 'much' is not of type 'number'"),
+        ({"usd": "much"}, "metadata: usd is 'much'; it should be a valid number"),
         ({"second": "5"}, "metadata: there is no 'second'; did you mean seconds?"),
         ({"preference": {"text": "a" * 2001}}, "text: has 2,001 characters; 2,000 at most"),
     ],

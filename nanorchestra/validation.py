@@ -1,0 +1,86 @@
+"""Checks what users write in files, with pydantic: one line says what is wrong, and what is right.
+
+A form is a type with constraints: a TypedDict of a file's fields, or a dataclass. A field that the
+form does not have is an error. pydantic reads "1" as a number where it is not told to be strict.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from nanorchestra.errors import UserError, nearest
+
+Form = TypeVar("Form")
+UNKNOWN = "extra_forbidden", "unexpected_keyword_argument"  # kinds of error, of a field
+UNSHOWN = "unshown"  # the kind of error whose message does not have the value
+Text = Annotated[str, Field(pattern=r"\S")]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
+Usd = Annotated[Number, Field(ge=0, le=1_000_000)]
+Seconds = Annotated[Number, Field(ge=0.1, le=3600)]
+
+
+def unshown(right: str) -> WrapValidator:
+    """Marks a field whose wrong value may be a secret: the message has what is right alone."""
+
+    def check(value, inner):
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError(
+                UNSHOWN, f"must be {right}; what is there is not shown"
+            ) from None
+
+    return WrapValidator(check)
+
+
+def validated(form: type[Form], value: Any, where: str) -> Form:
+    """Returns `value` in a form. Raises UserError, one line that begins with `where`."""
+    try:
+        return _adapter(form).validate_python(value, extra="forbid")
+    except ValidationError as error:
+        names = set(_names(_adapter(form).json_schema()))
+        raise UserError(f"{where}: {one_line(error.errors(), names)}") from None
+
+
+def one_line(errors: list[Any], names: set[str]) -> str:
+    """Returns the first of pydantic's errors as a line: the field, its value, what would be right.
+
+    A field that is misspelt comes before one that is missing, and is told with the nearest of the
+    form's `names`.
+    """
+    error = min(errors, key=lambda each: each["type"] not in UNKNOWN)
+    kind, value, place = error["type"], error["input"], ""
+    for part in error["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}"
+    place = place.removeprefix(".") or "it"
+    if kind in UNKNOWN:
+        return f"there is no {place}{nearest(error['loc'][-1], names)}"
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind == UNSHOWN:
+        return f"{place} {error['msg']}"
+    message = re.sub("^Input", "it", error["msg"])
+    if kind == "literal_error" and isinstance(value, str):
+        message += nearest(value, re.findall("'(.*?)'", message))
+    return f"{place} is {value!r:.80}; {message[0].lower()}{message[1:]}"
+
+
+@cache
+def _adapter(form) -> TypeAdapter:
+    return TypeAdapter(form)
+
+
+def _names(schema) -> Iterator[str]:
+    """Yields the names of the fields in a JSON schema, at every depth."""
+    if isinstance(schema, dict):
+        yield from schema.get("properties", ())
+        for inner in schema.values():
+            yield from _names(inner)
+    elif isinstance(schema, list):
+        for inner in schema:
+            yield from _names(inner)
