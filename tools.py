@@ -7,8 +7,8 @@ worlds/toolscale/program.py interprets):
    the JSON schema `parameters` of its arguments, `blocking` (True if a call waits), and
    `call(arguments) -> ToolResult`, the observation with its cost and latency. A call that cannot be
    run costs nothing. Prices, or `most_usd`, say the most that a call can cost.
-2. List it in the catalogue: add its kind and settings to nanorchestra/shapes/catalogue.json, and
-   make it in `Catalogue`, which reads the file given with `--tools`. Or offer it in a world.
+2. List it in the catalogue: add its kind and settings to nanorchestra/tools/entries.py, and make it
+   in `Catalogue`, which reads the file given with `--tools`. Or offer it in a world.
 3. nanorchestra/model/chat.py renders its schema into the prompt, through `function_schema`.
 4. nanorchestra/agent/environment.py checks the arguments of each call and runs it.
 
@@ -39,13 +39,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.errors import command, nearest, require
+from nanorchestra.errors import UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
-from nanorchestra.schemas import Json, arguments_schema, check, schema_fault
+from nanorchestra.schemas import Json, arguments_schema, schema_fault
 from nanorchestra.serving.listening import listen
 from nanorchestra.serving.retrieval import serve_index
 from nanorchestra.tools.corpus import build_index, open_index
+from nanorchestra.tools.entries import KINDS, Address, EndpointEntry, ExpertEntry, File
 from nanorchestra.tools.failures import failed
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import EndpointError
@@ -66,6 +67,7 @@ from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.simulated import SimulatedExpert, Skill
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.tables import RecordsTool
+from nanorchestra.validation import validated
 
 __all__ = ["RecordsTool", "SimulatedExpert", "Skill", "ToolResult", "load_tools", "tool"]
 SANDBOX_USD = 0.0000083  # a second, as published
@@ -197,11 +199,10 @@ def load_tools(
             functions += load_functions(file)
             continue
         table = read_toml(file) if file.endswith(".toml") else read_json(file)
-        check(table, "file", file)
-        table = {"tools": table} if isinstance(table, list) else table
-        entries += map(_flat, table.pop("tools", []))
+        table = validated(File, {"tools": table} if isinstance(table, list) else table, file)
+        for number, entry in enumerate(table.pop("tools", [])):
+            entries.append(_entry(entry, f"{file}: tools[{number}]"))
         tables = merge(tables, table)
-    check(tables | {"tools": entries}, "catalogue", str(path))
     catalogue = Catalogue(str(path), tables, sandbox, spending or Spending(), simulated)
     tools = catalogue.tools(entries, [*functions, *more])
     require(tools, f"{path}: no tool; [[tools]] must name one")
@@ -210,16 +211,24 @@ def load_tools(
     return tools
 
 
-def _flat(entry) -> Json:
-    """Returns an entry without the nesting of an OpenAI function object."""
-    outer = {key: value for key, value in entry.items() if key not in ("type", "function")}
-    entry = entry.get("function", {}) | outer
-    return ({"kind": "role"} if entry.get("name") in ROLES else {}) | entry
+def _entry(entry, where) -> tuple[str, Json]:
+    """Returns kind and settings of an entry, of which an OpenAI function object may have a part."""
+    settings = validated(dict[str, Any], entry.get("function", {}), f"{where}.function") | entry
+    for nesting in ("type", "function"):
+        settings.pop(nesting, None)
+    usual = "role" if settings.get("name") in list(ROLES) else ""
+    kind = str(settings.pop("kind", usual))
+    form = _known(KINDS, kind, f"{where}.kind")
+    if kind == "mcp":
+        right = f"{where}: it must have either a command or a url"
+        require(("command" in settings) != ("url" in settings), right)
+        form = Address if "url" in settings else form
+    return kind, validated(form, settings, where)
 
 
 @dataclass
 class Catalogue:
-    """Makes the tools of merged tables, whose form is checked. `path` stands in messages.
+    """Makes the tools of merged tables; `path` stands in messages.
 
     `simulated`: a role may lack a helper.
     """
@@ -231,13 +240,19 @@ class Catalogue:
     simulated: bool = False
 
     def __post_init__(self) -> None:
-        self.endpoints = {name: Endpoint(**s) for name, s in self.tables["endpoints"].items()}
+        self.endpoints, self.experts = {}, {}
+        for name, settings in self.tables["endpoints"].items():
+            where = f"{self.path}: endpoints.{name}"
+            self.endpoints[name] = Endpoint(**validated(EndpointEntry, settings, where))
+        for name, settings in self.tables["experts"].items():
+            where = f"{self.path}: experts.{name}"
+            self.experts[name] = validated(ExpertEntry, settings, where)
         self.spending.bound(self.tables.get("max_usd", math.inf))
 
-    def tools(self, entries: list[Json], given: Sequence[Tool] = ()) -> list[Tool]:
-        """Returns the tools on offer, without those that only help a role."""
-        made = [self._make(**entry) for entry in entries if entry["kind"] != "mcp"]
-        made += self._served([entry for entry in entries if entry["kind"] == "mcp"])
+    def tools(self, entries: list[tuple[str, Json]], given: Sequence[Tool] = ()) -> list[Tool]:
+        """Returns the tools of kinds and settings, without those that only help a role."""
+        made = [self._make(kind, **settings) for kind, settings in entries if kind != "mcp"]
+        made += self._served([settings for kind, settings in entries if kind == "mcp"])
         made += [replace(each, spending=self.spending) for each in given]
         roles = [tool for tool in made if isinstance(tool, RoleTool)]
         helping = []
@@ -287,10 +302,15 @@ class Catalogue:
 
     def _role(self, where, entry) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""
-        given, experts = entry.get("parameters"), {}
+        given, stated, experts = entry.get("parameters"), "", {}
         problem = schema_fault(given or {})
         require(not problem, f"{where}: parameters are no JSON schema: {problem}")
-        stated = given["properties"]["model"]["description"] if given else ""
+        match given:
+            case {"required": ["model"], "properties": {"model": {"description": str(stated)}}}:
+                pass
+            case dict():
+                right = "they must have one required property, model, with a description"
+                raise UserError(f"{where}: parameters are those of no published role; {right}")
         listed = {alias: map(float, numbers) for alias, *numbers in LISTED.findall(stated)}
         models = entry.get("models", listed)
         require(models, f"{where}: models is missing; it must list experts or aliases")
@@ -308,10 +328,10 @@ class Catalogue:
 
     def _expert(self, name, where, alias) -> Expert:
         """Returns an expert by its name, for a tool that knows it by an alias."""
-        settings = {**_known(self.tables["experts"], name, f"{where}: expert")}
+        settings = {**_known(self.experts, name, f"{where}: expert")}
         place = f"{self.path}: experts.{name}.endpoint"
         host = _known(self.endpoints, settings.pop("endpoint"), place)
-        price = Price(*map(float, settings.pop("usd")))
+        price = Price(*settings.pop("usd"))
         if (model := settings["model"]).endswith(SERVED):
             slow = f"{model} plays a whole loop on its server before it answers"
             bound = f"{host.timeout_s:g} s at most, timeout_s of {place.partition(': ')[2]}"

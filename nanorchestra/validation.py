@@ -10,13 +10,11 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, WrapValidator
-from pydantic_core import PydanticCustomError
 
 from nanorchestra.errors import UserError, nearest
 
 Form = TypeVar("Form")
 UNKNOWN = "extra_forbidden", "unexpected_keyword_argument"  # kinds of error, of a field
-UNSHOWN = "unshown"  # the kind of error whose message does not have the value
 Text = Annotated[str, Field(pattern=r"\S")]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1, le=1_000_000)]
@@ -31,9 +29,7 @@ def unshown(right: str) -> WrapValidator:
         try:
             return inner(value)
         except ValidationError:
-            raise PydanticCustomError(
-                UNSHOWN, f"must be {right}; what is there is not shown"
-            ) from None
+            raise ValueError(f"must be {right}; what is there is not shown") from None
 
     return WrapValidator(check)
 
@@ -62,8 +58,8 @@ def one_line(errors: list[Any], names: set[str]) -> str:
         return f"there is no {place}{nearest(error['loc'][-1], names)}"
     if kind == "missing":
         return f"{place} is missing"
-    if kind == UNSHOWN:
-        return f"{place} {error['msg']}"
+    if kind == "value_error":  # of a validator of ours, which may hide the value
+        return f"{place} {error['ctx']['error']}"
     message = re.sub("^Input", "it", error["msg"])
     if kind == "literal_error" and isinstance(value, str):
         message += nearest(value, re.findall("'(.*?)'", message))

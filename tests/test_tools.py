@@ -363,14 +363,20 @@ def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandb
         ("x = 1", "no function is decorated with @tool"),
         ("@tool\ndef f(x: str): pass", "function f: it has no docstring"),
         ('@tool\ndef f(x):\n "d"', "function f: parameter x has no type hint"),
-        ('@tool(kind="serch")\ndef f(query: str):\n "d"', "kind is 'serch'; it must be one of"),
+        (
+            '@tool(kind="serch")\ndef f(query: str):\n "d"',
+            "kind is 'serch'; it should be .*; did you mean search?",
+        ),
         ('@tool(kind="search")\ndef f(q: str):\n "d"', "kind is 'search', so .* is query: str"),
-        ('@tool(usd_per_call="0.1")\ndef f(x: str):\n "d"', "usd_per_call is '0.1'; it must be"),
+        (
+            '@tool(usd_per_call="0.1")\ndef f(x: str):\n "d"',
+            "usd_per_call is '0.1'; it should be a valid number",
+        ),
         (
             '@tool(timeout_s=0)\ndef f(x: str):\n "d"',
-            "timeout_s is 0; it must be a number from 0.1",
+            "timeout_s is 0; it should be greater than or equal to 0.1",
         ),
-        ('@tool(usd=1)\ndef f(x: str):\n "d"', "no setting 'usd'; there are usd_per_call, "),
+        ('@tool(usd=1)\ndef f(x: str):\n "d"', "there is no usd"),
     ):
         (tmp_path / "mine.py").write_text(f"from tools import tool\n{content}")
         with pytest.raises(UserError, match=says) as refused:
@@ -403,21 +409,32 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
     key, header = {"key_variable": "sk-123"}, {"headers": {"X-Org": "org-123"}}
     for content, says in (
         ([], "t.json: no tool"),
-        (catalogue(CODE, max_usd=math.nan), "t.json: nan is not a number"),
-        ([{}], r"t.json: tools\[0\]: .* is a required property"),
+        (3, "t.json: it is 3; it should be a valid dictionary"),
+        (catalogue(CODE, max_usd=math.nan), "t.json: max_usd is nan; it should be a finite number"),
+        ([{}], r"t.json: tools\[0\].kind is ''; it must be one of code, search, web, "),
+        (
+            [CODE | {"function": "py"}],
+            r"t.json: tools\[0\].function: it is 'py'; it should be a va",
+        ),
         ([CODE, CODE], "t.json: two tools are named 'py'"),
-        ([CODE | {"kind": "Code"}], r"t.json: tools\[0\].kind: "),
-        ([CODE | {"name": "a b"}], r"t.json: tools\[0\].name: "),
-        ([CODE | {"colour": 1}], r"t.json: tools\[0\]: .*colour"),
+        ([CODE | {"kind": "Code"}], r"t.json: tools\[0\].kind is 'Code'; it must be one of code"),
+        ([CODE | {"name": "a b"}], r"t.json: tools\[0\]: name is 'a b'; string should match"),
+        ([CODE | {"colour": 1}], r"t.json: tools\[0\]: there is no colour"),
         ([SEARCH | {"corpus": "none.jsonl"}], "none.jsonl: "),
         ([SEARCH | {"corpus": "broken.jsonl"}], "broken.jsonl, line 1: "),
-        (catalogue(EXPERT, here="http://user:sk-123@h/v1"), "t.json: endpoints.here.base_url: "),
-        (catalogue(EXPERT, endpoint=key), "t.json: endpoints.here.key_variable: "),
+        (
+            catalogue(EXPERT, here="http://u:sk-123@h/v1"),
+            "t.json: endpoints.here: base_url must be",
+        ),
+        (catalogue(EXPERT, endpoint=key), "t.json: endpoints.here: key_variable must be the name"),
         (
             catalogue(EXPERT, endpoint=header),
-            r"t.json: endpoints.here.headers\['X-Org'\]: must be '\$NAME'",
+            r"t.json: endpoints.here: headers.X-Org must be '\$NAME'",
         ),
-        (catalogue(WEB | {"base_url": "tvly-123"}), r"t.json: tools\[0\].base_url: must be http"),
+        (
+            catalogue(WEB | {"base_url": "tvly-123"}),
+            r"t.json: tools\[0\]: base_url must be http",
+        ),
         (catalogue(EXPERT, experts={}), "t.json: llm: expert is 'mine'; it must be one of gpt-5, "),
         (catalogue(EXPERT, experts={"mine": MINE | {"endpoint": "x"}}), "t.json: experts.mine.end"),
         (
@@ -426,9 +443,12 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, t
         ),
         (
             catalogue(ANSWER | {"parameters": PUBLISHED_FORM | {"required": []}}),
-            r"t.json: (tools\[0\].|answer: )param",
+            r"t.json: answer: parameters are those of no published role; they must have one",
         ),
-        ([CODE | {"kind": "role", "name": "answer"}], r"t.json: tools\[0\]: .*usd_per_call"),
+        (
+            [CODE | {"kind": "role", "name": "answer"}],
+            r"t.json: tools\[0\]: there is no usd_per_call",
+        ),
     ):
         with pytest.raises(UserError, match=f"^{says}") as refused:
             load(content)
@@ -449,7 +469,7 @@ def test_a_misspelt_name_in_a_catalogue_is_told_with_the_nearest(tmp_path, sandb
         with pytest.raises(UserError, match=rf"mine\.toml.*; did you mean {near}\?$"):
             load_tools(tmp_path / "mine.toml", sandbox)
     (tmp_path / "mine.toml").write_text(f"[[tools]]\n{python}zzz = 1")
-    with pytest.raises(UserError, match=r"'zzz' was unexpected\)$"):
+    with pytest.raises(UserError, match="there is no zzz$"):
         load_tools(tmp_path / "mine.toml", sandbox)
 
 

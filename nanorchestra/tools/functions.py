@@ -35,19 +35,16 @@ from pydantic import TypeAdapter, validate_call
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, whole_characters
+from nanorchestra.tools.entries import Decorated
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import in_daemon
+from nanorchestra.validation import validated
 
 FUNCTION = "function"  # a kind that works for no role
 NEEDED = {"search": "query", "code": "code"}  # the one argument that a function of a kind needs
-SETTINGS = {  # type, least and most, as in a catalogue
-    "usd_per_call": ((int, float), 0, 1_000_000),
-    "timeout_s": ((int, float), 0.1, 3600),
-    "result_words": (int, 1, 1_000_000),
-}
 MOST_GIVEN_UP = 64  # calls that were given up and may still run
 GIVEN_UP: list[Future] = []  # those calls; some may have ended since
 
@@ -192,11 +189,12 @@ def tool(
         require(shape, f"{where}: parameter {name} has no type hint; write {name}: str")
         if name in told:
             shape["description"] = told[name]
-    _check_kind(kind, schema, where)
-    _check_settings(settings, where)
+    settings = validated(Decorated, settings | {"kind": kind}, where)
+    if kind in NEEDED:
+        _check_argument(kind, schema, where)
     description = " ".join(text.split())
     checked = _validated(function)
-    return FunctionTool(function.__name__, description, schema, checked, kind=kind, **settings)
+    return FunctionTool(function.__name__, description, schema, checked, **settings)
 
 
 def _validated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,28 +217,13 @@ def _validated(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _check_kind(kind, schema, where) -> None:
-    """Raises UserError unless a function with this schema can be a tool of the kind."""
-    kinds = (FUNCTION, *NEEDED)
-    require(kind in kinds, f"{where}: kind is {kind!r}; it must be one of {', '.join(kinds)}")
-    if kind in NEEDED:
-        name = NEEDED[kind]
-        is_text = schema["properties"].get(name, {}).get("type") == "string"
-        alone = set(schema.get("required", [])) <= {name}
-        right = f"its argument is {name}: str, and all others have defaults"
-        require(is_text and alone, f"{where}: kind is {kind!r}, so {right}")
-
-
-def _check_settings(settings, where) -> None:
-    """Raises UserError unless each setting has a name and a value that a catalogue's may have."""
-    for name, value in settings.items():
-        known = ", ".join(SETTINGS)
-        require(name in SETTINGS, f"{where}: no setting {name!r}; there are {known}")
-        kind, least, most = SETTINGS[name]
-        fits = is_within(value, least, most) and isinstance(value, kind)
-        what = "an integer" if kind is int else "a number"
-        right = f"it must be {what} from {least:g} to {most:,}"
-        require(fits, f"{where}: {name} is {value!r:.80}; {right}")
+def _check_argument(kind, schema, where) -> None:
+    """Raises UserError unless what a function needs is what a tool of the kind is given."""
+    name = NEEDED[kind]
+    is_text = schema["properties"].get(name, {}).get("type") == "string"
+    alone = set(schema.get("required", [])) <= {name}
+    right = f"its argument is {name}: str, and all others have defaults"
+    require(is_text and alone, f"{where}: kind is {kind!r}, so {right}")
 
 
 def load_functions(path: str | Path) -> list[FunctionTool]:

@@ -97,15 +97,13 @@ class McpTool(Tool):
 
 
 class McpServer:
-    """The server of an entry of a catalogue, whose form is checked; `where` is for messages.
+    """The server of an entry of a catalogue; `where` is for messages.
 
     It starts at once, and again at the first call after it has ended. `life` is the task that
     holds it open, `client` follows once it has listed its tools.
     """
 
     def __init__(self, where: str, entry: Json):
-        right = f"{where}: it must have either a command or a url"
-        require(("command" in entry) != ("url" in entry), right)
         self.where, self.entry, self.name = where, entry, entry["name"]
         self.lock = Lock()
         self._start()
@@ -205,7 +203,7 @@ class McpServer:
 
 
 def open_servers(path: str, entries: list[Json], spending: Spending) -> list[McpTool]:
-    """Returns the tools of the entries of a catalogue, whose form is checked. UserError.
+    """Returns the tools of the entries of a catalogue. UserError.
 
     The servers start side by side. `spending` has their recorded results.
     """

@@ -230,8 +230,8 @@ assert echo.call({"text": "hi"}).content == "hi"
         ({"command": None, "url": "http://127.0.0.1:9/mcp"}, "attempts failed"),
         ({"command": None, "url": "http://127.0.0.1:9", "key_variable": "NO"}, "NO is not set"),
         ({"command": None}, "either a command or a url"),
-        ({"headers": {"A": "$B"}}, "'url' is a dependency of 'headers'"),
-        ({"env": ["sk-secret"]}, "must be the name of an environment variable"),
+        ({"headers": {"A": "$B"}}, "there is no headers"),
+        ({"env": ["sk-secret"]}, "must be a list of names of environment variables"),
     ],
 )
 def test_what_is_wrong_at_the_start_is_one_line(load, monkeypatch, settings, says):
