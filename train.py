@@ -29,12 +29,9 @@ resumes, also on another number of ranks.
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt, parse_first
+    from nanorchestra.errors import end_on_interrupt
 
     end_on_interrupt("train.py")
-    from nanorchestra.training import options
-
-    parse_first("train.py", options.parse, __doc__)  # before torch, which takes seconds to import
 
 import math
 import sys
@@ -63,11 +60,10 @@ from nanorchestra.training.build import (
     load_policy,
     publish,
 )
-from nanorchestra.training.command import Stop, choose_run, prepare_process
+from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
 from nanorchestra.training.distributed import Ranks, backward, rollout_timeout_s
 from nanorchestra.training.objectives import Objective, bounded_exp, objective_of
 from nanorchestra.training.optimizers import scheduled
-from nanorchestra.training.options import parse
 from nanorchestra.training.packing import (
     Group,
     MicroBatch,
@@ -520,8 +516,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments, __doc__)
     config, path, resumed = choose_run(options)
     if options.plan:
-        gpus = 1 if options.gpus is None else options.gpus
-        text, fits = plan(config, gpus, options.memory, options.gpu or "h100")
+        text, fits = plan(config, options.gpus, options.memory or None, options.gpu)
         print(text)
         return 0 if fits else 1
 

@@ -1,141 +1,104 @@
-"""Reads the settings of a run from TOML and the command line, and checks them.
+"""Reads the settings of a run from TOML and the command line.
 
-One argparse parser, made from the fields of config.py, checks both sources.
+tyro makes the options from the dataclasses of config.py, and reads both sources by them.
 """
 
-import argparse
-import dataclasses
-import math
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar
 
-from nanorchestra.config import Config
-from nanorchestra.errors import ArgumentParser, UserError, nearest, require
+import tyro
+from tyro import _errors  # private: requirements.txt names the version
+from tyro.conf import FlagConversionOff
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+from nanorchestra.config import Config, check
+from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import read_toml
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+KINDS = {"INT": "a whole number", "FLOAT": "a number", "STR": "text"}
 SMALL = read_toml(Path(__file__).with_name("dry_run.toml"))
 DRY_RUN = "-dry-run"  # at the end of the name of such a run
-SETTINGS = {  # field and type of each setting
-    f"{section}.{field.name}": (field, get_type_hints(kind)[field.name])
-    for section, kind in get_type_hints(Config).items()
-    for field in dataclasses.fields(kind)
-}
-# Those that a file chooses for its objective, and those that may change when a run is resumed.
-OF_OBJECTIVE = ("grpo.kl_coef", "grpo.min_std", "grpo.min_entropy")
-RESUMABLE = ("run.checkpoint_every", "grpo.steps")
+Settings = FlagConversionOff[Config]  # whose bools have a value
+WRITTEN = ConstructorRegistry()
+T = TypeVar("T")
 
 
-def add_settings(parser: argparse.ArgumentParser, config: Config | None = None) -> None:
-    """Adds an option --section.name for each setting. The namespace has those that are given.
+@WRITTEN.primitive_rule
+def _truth(info):
+    """Returns how a bool is read and shown: as in TOML, where tyro has True and False."""
+    if info.type is not bool:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{true,false}",
+        choices=("true", "false"),
+        instance_from_str=lambda words: words[0] == "true",
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value).lower()],
+    )
 
-    The help has the values of `config` as defaults.
+
+def read(kind: type[T], words: Sequence[str], names: Iterable[str] = (), **options: Any) -> T:
+    """Returns what the words of a command line say, by tyro.cli. UserError in place of its box.
+
+    `names` are options beside the settings, which a misspelt one may be like.
     """
-    defaults = dataclasses.asdict(config or Config())
-    for name, (field, kind) in SETTINGS.items():
-        section, _, key = name.partition(".")
-        choices = get_args(kind) or None
-        parser.add_argument(
-            f"--{name}",
-            type=str if choices else _reader(kind, **field.metadata),
-            choices=choices,
-            default=argparse.SUPPRESS,
-            metavar=None if choices else kind.__name__.upper(),
-            help=f"{field.metadata['help']} (default: {defaults[section][key]!r})".replace(
-                "%", "%%"
-            ),
-        )
+
+    def refuse(event):
+        if isinstance(event, _errors.UnrecognizedArgs):
+            word = event.tokens[0].partition("=")[0]
+            known = [f"--{name}" for name in (*Config().values(), *names)]
+            raise UserError(f"{word}: there is no such option{nearest(word, known)}")
+        option, given = event.argument, "no value is given"
+        right = KINDS.get(option.lowered.metavar, option.lowered.metavar)
+        if isinstance(event, _errors.InvalidChoice):
+            given = repr(event.value)
+        if isinstance(event, _errors.InstantiationFailure):
+            given = event.message
+        raise UserError(f"{option.display_name()} must be {right}: {given}")
+
+    with _errors.on_parse_error(refuse):
+        return tyro.cli(kind, args=words, use_underscores=True, registry=WRITTEN, **options)
 
 
-def _reader(kind, help, least) -> Callable[[str], Any]:
-    """Returns a function that reads text as a value of `kind`, for argparse."""
+def load_config(name: str | Path | None, changes: Mapping[str, Any] = {}) -> Config:
+    """Returns the config of a TOML file, or of configs/`name`.toml, changed by `changes`.
 
-    def read(text):
-        try:
-            value = {"true": True, "false": False}[text] if kind is bool else kind(text)
-        except (KeyError, ValueError):
-            right = KINDS[kind]
-            raise argparse.ArgumentTypeError(f"{text!r} must be {right}") from None
-        if kind in (int, float) and not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} must be at least {least}")
-        return value
-
-    return read
-
-
-def given_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the settings among the options, by "section.name"."""
-    return {name: value for name, value in vars(options).items() if name in SETTINGS}
-
-
-def load_config(name: str | Path | None, overrides: Mapping[str, Any] = {}) -> Config:
-    """Returns the config of a TOML file, or of configs/`name`.toml, changed by `overrides`.
-
-    None: the defaults. Keys of `overrides` are "section.name". With another grpo.objective than the
-    file's, the settings OF_OBJECTIVE have their defaults. UserError for a file that cannot be
+    None: the defaults. Keys of `changes` are "section.name". UserError for a file that cannot be
     read, for unknown names, and for values of the wrong type or outside their range.
     """
-    parser = ArgumentParser(allow_abbrev=False)
-    add_settings(parser)
-    try:
-        sections = tomllib.loads(_find(name).read_text(encoding="utf-8")) if name else {}
-        words = []
-        for section, entries in sections.items():
-            require(isinstance(entries, dict), f"{section!r} is no section of settings of a run")
-            for key, value in entries.items():
-                text = str(value).lower() if isinstance(value, bool) else value
-                words.append(f"--{section}.{key}={text}")
-        settings = given_settings(parser.parse_args(words))
-    except (OSError, ValueError, AttributeError, UserError) as error:
-        raise UserError(f"{name}: {error}") from None
-    file = Config().replace(settings)
-    config = file.replace(overrides)
-    if config.grpo.objective != file.grpo.objective:
-        defaults = {name: SETTINGS[name][0].default for name in OF_OBJECTIVE}
-        config = file.replace(defaults | overrides)
-    _check_together(config)
+    config = Config()
+    if name:
+        path = _find(str(name))
+        sections = read_toml(path)
+        try:
+            config = read(Settings, list(_words(sections)))
+            check(config)
+        except UserError as error:
+            raise UserError(f"{path}: {str(error).replace('--', '')}") from None
+    config = config.replace(changes)
+    check(config)
     return config
 
 
 def _find(name) -> Path:
     shipped = {path.stem: path for path in sorted(CONFIGS.glob("*.toml"))}
-    path = shipped.get(str(name), Path(name))
-    near = nearest(str(name), shipped)
-    require(path.is_file(), f"no such file; give a TOML file, or one of {', '.join(shipped)}{near}")
+    path, near = shipped.get(name, Path(name)), nearest(name, shipped)
+    right = f"give a TOML file, or one of {', '.join(shipped)}"
+    require(path.is_file(), f"{name}: no such file; {right}{near}")
     return path
 
 
-def _check_together(config):
-    """Checks what no setting alone can tell. UserError."""
-    cap, rollout = config.grpo.importance_cap, config.rollout
-    context, least = rollout.context_tokens, -(-rollout.context_tokens // rollout.page_size)
-    require(
-        cap >= 1 or cap == 0,
-        f"grpo.importance_cap is {cap}; it must be at least 1, or 0 for no such weight",
-    )
-    if config.lora.base == "int4":
-        require(
-            config.lora.rank,
-            "lora.rank is 0; with lora.base int4 it must be 1 or more: adapters alone are trained",
-        )
-        require(
-            not config.parallel.cpu_offload,
-            "parallel.cpu_offload is true; with lora.base int4 it must be false: the engine shares "
-            "the weights",
-        )
-    require(
-        rollout.turn_tokens < context,
-        f"rollout.turn_tokens is {rollout.turn_tokens}; it must be below rollout.context_tokens, "
-        f"{context}",
-    )
-    require(
-        rollout.pages == 0 or rollout.pages >= least,
-        f"rollout.pages is {rollout.pages}; it must be 0, or at least {least}: those of one "
-        f"attempt of rollout.context_tokens = {context}",
-    )
+def _words(table, prefix="--") -> Iterator[str]:
+    """Yields the options that say the same as a table of TOML."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _words(value, f"{prefix}{name}.")
+        else:
+            text = str(value).lower() if isinstance(value, bool) else value
+            yield f"{prefix}{name}={text}"
 
 
 def scaled_down(config: Config, model: str) -> Config:

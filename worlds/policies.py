@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +18,14 @@ from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.agent.world import World
+from nanorchestra.config import Config
 from nanorchestra.errors import UserError, nearest, require
+from nanorchestra.files import merge, read_toml
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.hub import is_model, local_model, names_model
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task
 from nanorchestra.schemas import Json
-from nanorchestra.settings import load_config
 from nanorchestra.tools.roles import ROLES
 from nanorchestra.tools.spending import Spending
 from reward import PRICES
@@ -180,13 +181,14 @@ def checkpoint_settings(path: Path) -> Json:
     They are those of the run that trained it, or else its context and generation_config.json.
     """
     home = path.resolve().parent
-    config_of_run = "nano" if home == NANO.parent else home / "config.toml"
-    if config_of_run != "nano" and not config_of_run.is_file():
+    shipped = home == NANO.parent
+    config_of_run = home.parent / "configs" / "nano.toml" if shipped else home / "config.toml"
+    if not config_of_run.is_file():
         settings = _default_limits(read_config(path).max_position_embeddings) | read_sampling(path)
         return settings | {"context": "append", "from": "generation_config.json"}
-    config = load_config(config_of_run)
-    settings = {name: getattr(config.rollout, name) for name in (*LIMITS, "context")}
-    sampling = {"temperature": config.evaluation.temperature, "top_p": 1.0, "top_k": 0}
+    config = merge(asdict(Config()), read_toml(config_of_run))
+    settings = {name: config["rollout"][name] for name in (*LIMITS, "context")}
+    sampling = {"temperature": config["evaluation"]["temperature"], "top_p": 1.0, "top_k": 0}
     return settings | sampling | {"from": "its run"}
 
 

@@ -6,32 +6,84 @@ import ctypes
 import os
 import signal
 import sys
-from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 from tqdm import tqdm
+from tyro.conf import FlagCreatePairsOff, arg
 
 from nanorchestra import settings
 from nanorchestra.agent.load import NANO
-from nanorchestra.config import Config
+from nanorchestra.config import Config, check
 from nanorchestra.errors import nearest, require
 from nanorchestra.report.run import Run, path_of_run
+from nanorchestra.settings import Settings
+from nanorchestra.training.costs import GPUS
+
+RESUMABLE = ("run.checkpoint_every", "grpo.steps")  # may change when a run is resumed
 
 
-def choose_run(options: Namespace) -> tuple[Config, Path, bool]:
+@dataclass(frozen=True)
+class Options:
+    """The options of train.py; comments are the help."""
+
+    config: str = "nano"  # a TOML file, or the name of one in configs/; sets the defaults below
+    # a run to continue: its directory, or its name in runs/; may change grpo.steps and
+    # run.checkpoint_every
+    resume: str = ""
+    # the run in small, of two steps, on CPUs, in run.name-dry-run
+    dry_run: FlagCreatePairsOff[bool] = False
+    plan: FlagCreatePairsOff[bool] = False  # print the memory of a GPU by part; no training
+    gpus: int = 1  # for --plan: how many GPUs
+    gpu: Literal[tuple(GPUS)] = "h100"  # for --plan
+    memory: float = 0.0  # for --plan: GB of one GPU; 0: as sold
+    settings: Annotated[Settings, arg(name="")] = Config()
+
+
+def parse(words: list[str], description: str | None = None) -> Options:
+    """Returns the options, with all settings. UserError."""
+    names = Options.__annotations__
+    # The config of these options has the defaults of the others.
+    first, _ = settings.read(Options, words, names, add_help=False, return_unknown_args=True)
+    run = Run.open(_run_named(first.resume)).path / "config.toml" if first.resume else None
+    preset = settings.load_config(run or first.config)
+    options = settings.read(
+        Options,
+        words,
+        names,
+        prog="train.py",
+        description=description,
+        default=Options(settings=preset),
+    )
+    check(options.settings)
+    planning = (options.gpus, options.gpu, options.memory) != (1, "h100", 0)
+    require(options.plan or not planning, "--gpus, --gpu and --memory are only for --plan; add it")
+    if options.resume:
+        before, now = preset.values(), options.settings.values()
+        fixed = [name for name in now if now[name] != before[name] and name not in RESUMABLE]
+        fixed += ["config"] * (options.config != "nano") + ["dry_run"] * options.dry_run
+        require(
+            not fixed,
+            f"--resume continues with the run's own config.toml; it cannot change "
+            f"{', '.join(fixed)}, only {', '.join(RESUMABLE)}",
+        )
+    return options
+
+
+def choose_run(options: Options) -> tuple[Config, Path, bool]:
     """Returns the config, the run's directory, and whether to continue what is in it. UserError."""
-    given = settings.given_settings(options)
+    config = options.settings
     if options.resume:
         folder = Run.open(_run_named(options.resume))
-        config, summary = settings.load_config(folder.path / "config.toml", given), folder.summary()
+        summary = folder.summary()
         require(
             not summary or config.grpo.steps > summary.get("steps", 0),
             f"{folder.path}: this run is finished; --grpo.steps above {summary.get('steps')} "
             "extends it",
         )
         return config, folder.path, True
-    config = settings.load_config(options.config or "nano", given)
     require(
         not settings.is_dry_run(config),
         f"run.name is {config.run.name!r}; names of dry runs end so, --dry-run gives them",

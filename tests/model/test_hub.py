@@ -28,9 +28,8 @@ from nanorchestra.model.hub import HubId, find, local_model
 from nanorchestra.settings import load_config
 from nanorchestra.tools.corpus import build_index
 from nanorchestra.training.build import fetch_policy
-from nanorchestra.training.command import choose_run
+from nanorchestra.training.command import choose_run, parse
 from nanorchestra.training.distributed import Ranks
-from nanorchestra.training.options import parse
 from nanorchestra.training.plan import plan
 from worlds import policies
 
