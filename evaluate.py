@@ -14,20 +14,18 @@ report.html and plots. The same command continues one that was stopped. docs/eva
 
 import sys
 
-if __name__ == "__main__":  # first, because torch takes seconds to import
-    from nanorchestra.errors import end_on_interrupt, parse_first
+if __name__ == "__main__":
+    from nanorchestra.errors import end_on_interrupt
 
     end_on_interrupt("evaluate.py")
-    from worlds import evaluation_options
-
-    parse_first("evaluate.py", evaluation_options.read_options, __doc__)
 
 import hashlib
 import json
+import math
 import os
 import re
 import subprocess
-from argparse import Namespace
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections import defaultdict
 from itertools import product
 from pathlib import Path
@@ -39,20 +37,19 @@ from tqdm import tqdm
 from nanorchestra.agent.attempts import Player, play
 from nanorchestra.agent.world import World
 from nanorchestra.config import TaskSection
-from nanorchestra.errors import UserError, command, require
+from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import read_json_lines, read_text, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.comparison import recorded_attempts, write_comparison
-from nanorchestra.report.run import Run, aligned, label, table
+from nanorchestra.report.run import Run, aligned, label, path_of_run, table
 from nanorchestra.schemas import Json
 from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, to_row
 from worlds import metrics
-from worlds.evaluation_options import ROUTERS, RUN, RUNS, read_options
 from worlds.load import note_on_tools, open_world
-from worlds.policies import Policy, parse
+from worlds.policies import ROUTERS, RUNS, Policy, parse
 from worlds.routers import routers_of
 from worlds.user_reward import UserReward, load_reward
 
@@ -71,11 +68,46 @@ KINDS_OF = 2  # policies of which what is right is told by kind of task; summary
 MOST_LABEL = 40  # characters of a policy's name, in a progress bar and the name of a file
 FAILING = 4  # more than one attempt in so many that the infrastructure fails ends an evaluation
 FREE = ("run", "max_usd")  # options that do not change what is measured
+RUN = "evaluation"  # name of the first directory without --run
+ASSETS = Path(__file__).parent / "assets"
 NO_PRICE = (
     "no price is known for this model: its tokens count as free in reward and preference, its cost "
     "is left out, and --max-usd does not bound it; add :input=X:output=X, US dollars per million "
     "tokens"
 )
+
+
+def read_options(arguments: list[str], description: str | None = None) -> Namespace:
+    """Returns the options, or those of `evaluate.py compare`, which are `runs` alone. UserError."""
+    if arguments[:1] == ["compare"]:
+        parser = ArgumentParser(prog="evaluate.py compare")
+        parser.add_argument("runs", nargs=2, type=Path)
+        return parser.parse_args(arguments[1:])
+    formatter = RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog="evaluate.py", description=description, formatter_class=formatter)
+    nano, base = (os.path.relpath(ASSETS / name) for name in ("nano", "base"))
+    add = parser.add_argument
+    add("--policy", nargs="+", default=[nano, base, ROUTERS], help="what to compare, ours first")
+    add("--world", nargs="+", default=["miniature"], help="as task.world of train.py")
+    add("--all", action="store_true", help="not every fifth task of a file, but all")
+    add("--tools", default="", help="catalogue of the tools for questions, as task.tools")
+    add("--experts", default="simulated", help="simulated, real, record:DIR or replay:DIR")
+    add("--judge", default="", help="expert of the catalogue that judges what no rule accepts")
+    add("--user", default="", help="expert of the catalogue that plays users; empty: a script")
+    add("--user-args", default="{}", help="of a tau2:DOMAIN: arguments of its user, as JSON")
+    add("--preference", default="", help="of tasks without one, as task.preference; empty: none")
+    add("--reward", default="", help="FILE.py:FUNCTION that pays attempts, as task.reward")
+    add("--tasks", type=int, default=480, help="of each world at most (default: 480)")
+    add("--trials", type=int, default=1, help="attempts at each task (default: 1)")
+    add("--parallel", type=int, default=128, help="attempts at a time (default: 128)")
+    add("--seed", type=int, default=0, help="of tasks, sampling and simulations (default: 0)")
+    add("--max-usd", type=float, default=math.inf, help="that endpoints may cost together")
+    add("--run", help=f"name of the directory in runs/ (default: {RUN}, or the next free {RUN}-N)")
+    options = parser.parse_args(arguments)
+    least = min(options.tasks, options.trials, options.parallel)
+    require(least > 0, f"--tasks, --trials and --parallel must be at least 1, not {least}")
+    path_of_run(RUNS, RUN if options.run is None else options.run, "--run")
+    return options
 
 
 @command("evaluate.py")

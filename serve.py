@@ -18,12 +18,9 @@ was not, 2 for a mistake in options, a question or a command, 130 after Ctrl-C.
 import sys
 
 if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt, parse_first
+    from nanorchestra.errors import end_on_interrupt
 
     end_on_interrupt("serve.py")
-    from nanorchestra.serving import options
-
-    parse_first("serve.py", options.parse)  # before torch, which takes seconds to import
 
 import argparse
 import gc
@@ -40,14 +37,14 @@ from typing import Any
 from nanorchestra import SamplingParams
 from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
-from nanorchestra.errors import UserError, command, require
+from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import append_line
 from nanorchestra.model.hf_config import read_config, read_sampling
 from nanorchestra.model.hub import Source, fetch_model, local_model
+from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
-from nanorchestra.serving.options import parse
 from nanorchestra.tools.models import SERVED, TIMEOUT_S
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
@@ -69,6 +66,48 @@ from worlds.terminal import (
 
 LEAVE = ("quit", "exit")  # at a prompt
 ENDPOINT_CONTEXT = 131072  # ids of a conversation, of which nano's tokenizer makes 1 of 1.6 bytes
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Returns the options; `model` is None for nano. UserError if one is wrong."""
+    parser = ArgumentParser(
+        prog="serve.py",
+        description="Talk to an orchestrator: a prompt, one question (--ask), or a pipe.",
+    )
+    add = parser.add_argument
+    text = "a directory, .gguf file, hub id or MODEL@URL of an OpenAI-compatible server"
+    add("--model", help=f"{text} (default: nano)")
+    add("--quantise", choices=MODES, help="round the weights, to fit a smaller GPU")
+    add("--ask", help="answer this and end")
+    add("--json", action="store_true", help="write a JSON object for each question")
+    add("--tools", help="a catalogue, see docs/tools.md (default: Python)")
+    add("--experts", default="real", help="real, record:DIR or replay:DIR, see docs/tools.md")
+    add("--index", help="offer search in an index that tools.py built")
+    add("--trace", type=Path, help="add every attempt to this file, as JSON")
+    add("--replay", type=Path, help="show the attempts of such a file again, and end")
+    add("--http", action="store_true", help="serve OpenAI's API and a page in place of a prompt")
+    add("--mcp", action="store_true", help="serve a tool of MCP by pipes, with --http at /mcp")
+    add("--host", default="127.0.0.1", help="with --http: where to listen (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="with --http (default: 8000)")
+    add(
+        "--key-env",
+        metavar="NAME",
+        default="",
+        help="with --http: the variable that holds the API key",
+    )
+    add("--seed", type=int, default=0, help="of sampling and simulated experts (default: 0)")
+    for name, kind in (("temperature", float), ("top-p", float), ("top-k", int)):
+        add(f"--{name}", type=kind, help="of sampling (default: as generation_config.json says)")
+    options = parser.parse_args(arguments)
+    require(
+        options.experts != "simulated",
+        "--experts is 'simulated'; it must be real, record:DIR or replay:DIR",
+    )
+    require(options.ask is None or options.ask.strip(), "--ask: the question is empty")
+    if options.mcp:
+        others = options.ask or options.json or options.replay
+        require(not others, "--mcp: leave out --ask, --json and --replay")
+    return options
 
 
 def typed(words: list[str]) -> Iterator[str]:

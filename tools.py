@@ -22,16 +22,14 @@ Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compat
 import sys
 
 if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt, parse_first
+    from nanorchestra.errors import end_on_interrupt
 
     end_on_interrupt("tools.py")
-    from nanorchestra.tools import options
-
-    parse_first("tools.py", options.parse)  # before torch, which takes seconds to import
 
 import math
 import re
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -39,12 +37,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.errors import UserError, command, nearest, require
+from nanorchestra.errors import ArgumentParser, UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, schema_fault
 from nanorchestra.serving.listening import listen
 from nanorchestra.serving.retrieval import serve_index
+from nanorchestra.tools import vectors
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.entries import KINDS, Address, EndpointEntry, ExpertEntry, File
 from nanorchestra.tools.failures import failed
@@ -60,7 +59,6 @@ from nanorchestra.tools.models import (
     ServedOrchestrator,
     tell_once,
 )
-from nanorchestra.tools.options import parse
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
@@ -350,6 +348,28 @@ def _known(table, name, where) -> Any:
     right = f"it must be one of {', '.join(table)}{nearest(name, table)}"
     require(name in table, f"{where} is {name!r}; {right}")
     return table[name]
+
+
+def parse(arguments: list[str]) -> Namespace:
+    """Returns the options. UserError."""
+    parser = ArgumentParser(prog="tools.py", description="What search needs.")
+    commands = parser.add_subparsers(required=True, dest="command")
+    index = commands.add_parser("index", help="index a corpus")
+    index.add_argument("path", help="a directory of texts, or a JSONL file")
+    index.add_argument("--out", required=True, help="the directory of the index")
+    index.add_argument("--embed", metavar="CHECKPOINT", help="index vectors of Qwen3-Embedding")
+    index.add_argument(
+        "--kind", choices=vectors.KINDS, help="of FAISS (default: flat for up to 4 GiB of vectors)"
+    )
+    serve = commands.add_parser("serve-index", help="answer searches over HTTP")
+    serve.add_argument("path", help="the directory of an index, or a small JSONL file")
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8100, help="(default: 8100)")
+    serve.add_argument("--device", help="cpu or cuda:N (default: the first GPU, if there is one)")
+    serve.add_argument(
+        "--embed", metavar="CHECKPOINT", help="where the index's Qwen3-Embedding lies here"
+    )
+    return parser.parse_args(arguments)
 
 
 @command("tools.py")

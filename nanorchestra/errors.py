@@ -91,15 +91,6 @@ def end_on_interrupt(program: str) -> None:
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
 
-def parse_first(program: str, parse: Callable[..., object], *more: object) -> None:
-    """Ends the process if its arguments ask for help or are wrong; `more` is for `parse` too."""
-    try:
-        parse(sys.argv[1:], *more)
-    except UserError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
     """Decorates a command's `main(arguments) -> exit status`, so that it returns for every error.
 

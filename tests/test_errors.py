@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,10 +11,6 @@ from pathlib import Path
 import pytest
 
 from nanorchestra.errors import ArgumentParser, command, require
-from nanorchestra.model import quantise
-from nanorchestra.serving import options as serve_options
-from nanorchestra.tools import options as tools_options
-from nanorchestra.tools import vectors
 
 
 def test_a_user_error_is_a_line_and_status_2(capsys):
@@ -111,7 +106,7 @@ import os, runpy, signal, sys
 
 class Finder:
     def find_spec(name, *_):
-        if name == "torch" or name.endswith("options"):
+        if name == "torch":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Finder)
@@ -121,7 +116,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("program", ["evaluate.py", "train.py", "serve.py", "tools.py"])
-def test_an_interrupt_while_options_are_imported_is_one_line_and_130(program):
+def test_an_interrupt_while_torch_is_imported_is_one_line_and_130(program):
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED_IMPORT, program, "--help"],
         cwd=Path(__file__).parents[1],
@@ -154,18 +149,3 @@ def test_a_reader_that_has_gone_away_is_status_1_without_a_word(line):
         process.stdout.close()
         process.stdin.close()
         assert (process.stderr.read(), process.wait()) == (b"", 1)
-
-
-@pytest.mark.parametrize("program", ["serve.py", "tools.py", "evaluate.py"])
-def test_help_and_wrong_options_do_not_wait_for_torch(program):
-    """`python -X importtime` writes a line for each module that is imported."""
-    for word, status in (("--help", 0), ("--nonsense", 2)):
-        command = [sys.executable, "-X", "importtime", program, word]
-        root = Path(__file__).parents[1]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-        assert done.returncode == status and not re.search(r"\| +torch$", done.stderr, re.M)
-        assert "argparse" in done.stderr
-
-
-def test_the_options_know_what_the_modules_with_torch_can_do():
-    assert (*quantise.MODES,) == serve_options.MODES and tools_options.KINDS == vectors.KINDS

@@ -29,9 +29,10 @@ from nanorchestra.schemas import Json
 from nanorchestra.tools.roles import ROLES
 from nanorchestra.tools.spending import Spending
 from reward import PRICES
-from worlds.evaluation_options import ROUTERS, RUNS
 from worlds.toolscale.environment import EXPERT, HAND_OVER
 
+RUNS = Path("runs")
+ROUTERS = "routers"  # all of a world
 TOOLS = ("basic", "none")  # changes that take tools away
 LIMITS = ("turns", "calls_per_turn", "turn_tokens", "context_tokens")
 SAMPLING = ("temperature", "top_p", "top_k")
