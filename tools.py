@@ -43,7 +43,6 @@ from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, schema_fault
 from nanorchestra.serving.listening import listen
 from nanorchestra.serving.retrieval import serve_index
-from nanorchestra.tools import vectors
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.entries import KINDS, Address, EndpointEntry, ExpertEntry, File
 from nanorchestra.tools.failures import failed
@@ -359,7 +358,7 @@ def parse(arguments: list[str]) -> Namespace:
     index.add_argument("--out", required=True, help="the directory of the index")
     index.add_argument("--embed", metavar="CHECKPOINT", help="index vectors of Qwen3-Embedding")
     index.add_argument(
-        "--kind", choices=vectors.KINDS, help="of FAISS (default: flat for up to 4 GiB of vectors)"
+        "--faiss", metavar="KIND", help="of faiss.index_factory, as IVF4096,SQ8 (default: Flat)"
     )
     serve = commands.add_parser("serve-index", help="answer searches over HTTP")
     serve.add_argument("path", help="the directory of an index, or a small JSONL file")
@@ -382,7 +381,7 @@ def main(arguments: list[str]) -> int:
             require(isinstance(index, Index), f"{given.path}: it is served there already")
             serve_index(index, listening)
         return 0
-    count = build_index(given.path, given.out, given.embed, given.kind)
+    count = build_index(given.path, given.out, given.embed, given.faiss)
     print(f"indexed {count} passages in {given.out}")
     return 0
 

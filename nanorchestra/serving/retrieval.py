@@ -69,7 +69,7 @@ class SearchServer(uvicorn.Server):
         worker.join(STOP_S)
 
     async def _health(self, request: Request) -> Response:
-        state = {"status": "ok", "index": self.index.about, "passages": len(self.index.passages)}
+        state = {"status": "ok", "index": self.index.about, "passages": self.index.count}
         return reply(state | {"waiting": self._waiting, "searches": self.searches})
 
     async def _search(self, request: Request) -> Response:

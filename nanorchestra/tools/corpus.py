@@ -1,104 +1,80 @@
 """Reads a corpus, cuts it into passages and builds an index of it in a directory, for index.py.
 
-A directory holds index.json (which corpus), the passages, and bm25/ or vectors/. Each part is
-written whole, vectors block by block: a build that was stopped goes on where it was. Nothing is
-held in memory that grows with the corpus, except the words of BM25 and the codes of IVF-PQ.
+The directory holds a database of the passages with their words, and perhaps their vectors. It is
+written aside, and renamed when it is whole. A build that was stopped while it computed vectors goes
+on with the next.
 """
 
 import json
-import mmap
-import os
 import re
+import shutil
+import sqlite3
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-import bm25s
+import faiss
 import numpy as np
 from tqdm import tqdm
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_json, read_json_lines, read_text, replace_directory, write_whole
+from nanorchestra.files import read_json_lines, read_text, replace_directory
 from nanorchestra.model.hub import find
 from nanorchestra.schemas import whole_characters
 from nanorchestra.tools.devices import device_named
 from nanorchestra.tools.embed import Embedder
-from nanorchestra.tools.index import Index, Passage, RemoteIndex, VectorIndex, word_index
-from nanorchestra.tools.vectors import CODES, VECTORS, Vectors, choose, describe, write_ivfpq
+from nanorchestra.tools.index import Index, Passage, RemoteIndex, VectorIndex, database, insert
 
 # At most 1,000 characters: to the end of the text, else of a paragraph, else of a word.
 _CHUNK = re.compile(
     r"\S.{0,999}(?=\Z)|\S.{300,999}(?=\n[ \t]*\n)|\S.{0,999}(?=\s)|\S{1000}", re.DOTALL
 )
-MANIFEST = "index.json"
-TEXTS, ENDS = "passages.jsonl", "passages.ends"
-BY_WORDS, BY_VECTORS = "bm25", "vectors"
-SETTINGS = "settings.json"  # of vectors: written last, so that where it is the directory is whole
-FORMAT = 2  # of an index directory
+PASSAGES, VECTORS = "passages.sqlite", "vectors.faiss"
+# One row beside the passages: the files they were cut from, the checkpoint that made the vectors,
+# and the first of these, float32.
+ABOUT = "CREATE TABLE about (files TEXT, checkpoint TEXT, first BLOB)"
 TEXT_FIELDS, SOURCE_FIELDS = ("text", "contents", "content"), ("source", "url", "title", "id")
 BLOCK = 32  # passages whose vectors are written together
 SAME_EMBEDDER = 0.98  # cosine of a passage's vector and the stored one; in bf16 it is above 0.995
 
 
-class Passages(Sequence[Passage]):
-    """The passages of an index directory, read from mapped files as they are asked for.
-
-    A line of TEXTS is the JSON of [text, source]; ENDS has the offset of each line's end, in 8
-    bytes.
-    """
-
-    def __init__(self, path: Path):
-        self._ends = np.memmap(path / ENDS, "<u8", "r")
-        with open(path / TEXTS, "rb") as file:
-            self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, row: int) -> Passage:
-        if not 0 <= row < len(self):
-            raise IndexError(row)
-        begin = int(self._ends[row - 1]) if row else 0
-        return Passage(*json.loads(self._lines[begin : int(self._ends[row])]))
-
-
 def build_index(
-    source: str | Path, out: str | Path, checkpoint: str | None = None, kind: str | None = None
+    source: str | Path, out: str | Path, checkpoint: str | None = None, factory: str | None = None
 ) -> int:
-    """Builds, or goes on building, an index of a directory or JSONL file; returns its passages.
+    """Builds an index of a directory or JSONL file in the directory `out`; returns its passages.
 
     `checkpoint` is a Qwen3-Embedding, a directory or hub id, whose vectors are indexed; None: the
-    words are.
-    `kind` is "flat" or "ivfpq"; None: flat for up to 4 GiB of vectors. What is there already is
-    kept if the corpus has not changed. Raises UserError.
+    words alone are. `factory` is the kind of index, in the words of faiss.index_factory; None:
+    "Flat". Raises UserError.
     """
     source, out = Path(source).resolve(), Path(out).resolve()
     require(source.exists(), f"{source}: no such file or directory; give a corpus to index")
     require(not out.is_relative_to(source), f"{out}: --out must not lie in the corpus")
-    require(checkpoint or not kind, f"--kind {kind}: vectors have a kind; give --embed CHECKPOINT")
-    manifest = out / MANIFEST
-    require(not out.exists() or manifest.is_file(), f"{out}: --out must be new, or an index")
+    alone = f"--faiss {factory}: it is the kind of index of vectors; give --embed CHECKPOINT"
+    require(checkpoint or not factory, alone)
+    known = not out.exists() or (out / PASSAGES).is_file()
+    require(known, f"{out}: --out must be new, or an index")
     files = [source] if source.is_file() else sorted(filter(Path.is_file, source.rglob("*")))
     files = [file for file in files if not _is_hidden(file, source)]
     stats = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    corpus = {"format": FORMAT, "files": stats}
+    aside = out.with_name(f".{out.name}.build")
     try:
-        if not manifest.is_file() or read_json(manifest) != corpus:
-            with replace_directory(out) as new:
-                _write_passages(source, files, new)
-                write_whole(new / MANIFEST, json.dumps(corpus))
-        passages = Passages(out)
+        if _about(aside / PASSAGES) != json.dumps(stats):
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            _write_passages(source, files, stats, aside / PASSAGES)
         if checkpoint:
-            source = find(checkpoint)
-            name = source.name if source.hub_id else str(source.path.resolve())
-            _write_vectors(passages, out, name, kind)
-        elif not (out / BY_WORDS).exists():
-            with replace_directory(out / BY_WORDS) as new:
-                word_index(passage.text for passage in passages).save(new, show_progress=False)
-    except (OSError, RuntimeError) as error:  # FAISS raises RuntimeError
+            _write_vectors(aside, checkpoint, factory or "Flat")
+        with replace_directory(out) as new:
+            for file in (PASSAGES, VECTORS) if checkpoint else (PASSAGES,):
+                (aside / file).rename(new / file)
+        shutil.rmtree(aside)
+        with closing(database(out / PASSAGES)) as opened:
+            return Index(opened).count
+    except (OSError, sqlite3.Error) as error:
         raise UserError(f"{out}: cannot be written ({' '.join(str(error).split())})") from None
-    return len(passages)
 
 
 def open_index(
@@ -116,26 +92,20 @@ def open_index(
         device_named(device)  # a wrong one is refused, though an index of words needs none
     path = Path(path)
     if not path.is_dir():
-        rows = list(_rows(path))
-        require(rows, f'{path}: no passage; it must have lines like {{"text": "..."}}')
-        return Index(rows)
-    vectors, words = path / BY_VECTORS, path / BY_WORDS
-    require(
-        vectors.is_dir() or words.is_dir(),
-        f"{path}: not a whole index; build it: python tools.py index PATH --out DIR",
-    )
-    passages = Passages(path)
-    if vectors.is_dir():
-        return _open_vectors(passages, vectors, device, checkpoint)
-    return Index(passages, bm25s.BM25.load(words, mmap=True, show_progress=False))
-
-
-def _open_vectors(passages, path, device, checkpoint) -> VectorIndex:
-    settings = read_json(path / SETTINGS)
-    vectors = Vectors(path, settings, len(passages), device_named(device))
-    embedder = Embedder(checkpoint or settings["checkpoint"], device_named(device))
-    _check_embedder(embedder, passages[0].text, vectors.first, path)
-    return VectorIndex(passages, vectors, embedder)
+        index = Index.of(_rows(path))
+        require(index.count, f'{path}: no passage; it must have lines like {{"text": "..."}}')
+        return index
+    there = (path / PASSAGES).is_file()
+    require(there, f"{path}: no index; build it: python tools.py index PATH --out DIR")
+    opened = database(path / PASSAGES)
+    if not (path / VECTORS).is_file():
+        return Index(opened)
+    built_by, first = opened.execute("SELECT checkpoint, first FROM about").fetchone()
+    embedder = Embedder(checkpoint or built_by, device_named(device))
+    text, _ = opened.execute("SELECT text, source FROM passages WHERE rowid = 1").fetchone()
+    _check_embedder(embedder, text, np.frombuffer(first, np.float32), path)
+    vectors = faiss.read_index(str(path / VECTORS), faiss.IO_FLAG_MMAP_IFC)
+    return VectorIndex(opened, vectors, embedder)
 
 
 def _is_hidden(file, source) -> bool:
@@ -150,7 +120,7 @@ def _check_embedder(embedder, text, stored, path) -> None:
     require(
         alike,
         f"{path}: these are the vectors of another embedder than {embedder.checkpoint}; "
-        "give theirs with --embed, or delete them and build the index again",
+        "give theirs with --embed, or build the index again",
     )
 
 
@@ -177,57 +147,75 @@ def _rows(file) -> Iterator[Passage]:
         yield Passage(whole_characters(text), whole_characters(source))
 
 
-def _write_passages(source, files, out) -> None:
-    """Writes the passages of a corpus as lines of [text, source], and where each line ends."""
-    end = 0
-    with (
-        open(out / TEXTS, "wb") as lines,
-        open(out / ENDS, "wb") as ends,
-        tqdm(desc="cutting", unit="passage", unit_scale=True) as progress,
-    ):
-        for document in _documents(source, files):
-            for text in _CHUNK.findall(document.text.strip()):
-                end += lines.write(json.dumps([text, document.source]).encode() + b"\n")
-                ends.write(end.to_bytes(8, "little"))
-                progress.update()
-    require(end, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
+def _about(path) -> str:
+    """Returns the files that the passages of a database were cut from, "" if there is none."""
+    if not path.is_file():
+        return ""
+    with closing(database(path)) as opened:
+        if not opened.execute("SELECT 1 FROM sqlite_master WHERE name = 'about'").fetchone():
+            return ""  # the build was stopped before it had committed
+        return opened.execute("SELECT files FROM about").fetchone()[0]
 
 
-def _write_vectors(passages, out, checkpoint, kind) -> None:
-    """Writes the vectors of passages, and their index if it is to be of another kind."""
-    place = out / BY_VECTORS
-    known = read_json(place / SETTINGS) if (place / SETTINGS).is_file() else {}
-    if known.get("checkpoint") != checkpoint:
-        file, dimension = _embed(passages, out, checkpoint)
-    elif kind in (None, known["kind"]):
-        return
-    else:
-        file, dimension = place / VECTORS, known["dimension"]
-    settings = choose(len(passages), dimension, kind)
-    print(describe(len(passages), settings))
-    vectors = np.memmap(file, np.float32, "r", shape=(len(passages), dimension))
-    with replace_directory(place) as new:
-        if settings["kind"] == "ivfpq":
-            write_ivfpq(vectors, settings, new / CODES)
-        os.link(file, new / VECTORS)  # not renamed: a build that is stopped here keeps them
-        write_whole(new / SETTINGS, json.dumps({"checkpoint": checkpoint} | settings, indent=1))
-    if file.parent == out:
-        file.unlink()
+def _write_passages(source, files, stats, path) -> None:
+    """Writes the passages of a corpus, and what they were cut from, in one transaction."""
+    with closing(database(path)) as opened, opened:
+        opened.execute("BEGIN")
+        opened.execute(ABOUT)
+        passages = (
+            Passage(text, document.source)
+            for document in _documents(source, files)
+            for text in _CHUNK.findall(document.text.strip())
+        )
+        insert(opened, tqdm(passages, desc="cutting", unit="passage", unit_scale=True))
+        opened.execute("INSERT INTO about (files) VALUES (?)", (json.dumps(stats),))
+        some = Index(opened).count
+        require(some, f"{source}: no text to index; a file must be text, or JSONL of {{text}}")
 
 
-def _embed(passages, out, checkpoint) -> tuple[Path, int]:
-    """Returns the file of the vectors of passages, and their dimension.
+def _write_vectors(out, checkpoint, factory) -> None:
+    """Writes the vectors of the passages of a database beside it, as an index of FAISS."""
+    source = find(checkpoint)
+    name = source.name if source.hub_id else str(source.path.resolve())
+    embedder = Embedder(name)
+    with _refusals(factory):
+        index = faiss.index_factory(embedder.dimension, factory, faiss.METRIC_INNER_PRODUCT)
+    with closing(database(out / PASSAGES)) as opened, opened:
+        vectors = _embed(opened, embedder, out / f"{quote(name, '')}.float32")
+        about = (name, vectors[0].tobytes())
+        opened.execute("UPDATE about SET checkpoint = ?, first = ?", about)
+    with _refusals(factory):
+        index.train(vectors)
+        index.add(vectors)
+    if lists := faiss.try_extract_index_ivf(index):
+        lists.nprobe = max(16, lists.nlist // 64)  # lists that a query visits
+    faiss.write_index(index, str(out / VECTORS))
 
-    The blocks of a build that was stopped are kept.
+
+@contextmanager
+def _refusals(factory) -> Iterator[None]:
+    """Makes what FAISS refuses a UserError; what is wrong stands behind the place in its source."""
+    try:
+        yield
+    except RuntimeError as error:
+        problem = " ".join(str(error).split()).rpartition("cpp:")[2].partition(" ")[2]
+        right = "give a kind of faiss.index_factory that fits, such as Flat"
+        raise UserError(f"--faiss {factory}: {problem[:200]}; {right}") from None
+
+
+def _embed(opened, embedder, file) -> np.ndarray:
+    """Returns the vectors of all passages, float32 [passages, dimension], mapped from a file.
+
+    Those that the file has already are kept.
     """
-    embedder = Embedder(checkpoint)
-    part = out / f"{quote(checkpoint, '')}.part"  # float32 [passages so far, dimension]
-    width = 4 * embedder.dimension
-    with open(part, "ab") as file:
-        begin = file.tell() // width
-        file.truncate(begin * width)
-        for i in tqdm(range(begin, len(passages), BLOCK), desc="embedding", unit="block"):
-            block = range(i, min(i + BLOCK, len(passages)))
-            file.write(embedder.passages([passages[row].text for row in block]).tobytes())
-            file.flush()
-    return part, embedder.dimension
+    count, width = Index(opened).count, 4 * embedder.dimension
+    with open(file, "ab") as vectors:
+        done = vectors.tell() // width
+        vectors.truncate(done * width)
+        texts = opened.execute("SELECT text FROM passages WHERE rowid > ? ORDER BY rowid", (done,))
+        with tqdm(desc="embedding", total=count, initial=done, unit="passage") as progress:
+            while block := texts.fetchmany(BLOCK):
+                vectors.write(embedder.passages([text for (text,) in block]).tobytes())
+                vectors.flush()
+                progress.update(len(block))
+    return np.memmap(file, np.float32, "r", shape=(count, embedder.dimension))

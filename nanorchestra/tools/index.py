@@ -1,37 +1,42 @@
 """Finds passages by their words, with BM25, by their meaning, with vectors, or asks a server.
 
-An index of a few thousand passages is built in memory: `Index(passages)`. corpus.py builds larger
-ones in a directory, which its `open_index` maps into memory. Threads take turns to search. A
-`RemoteIndex` asks a search server (serving/retrieval.py), which holds one index for all ranks.
+An index is an SQLite database, whose table `passages` holds texts, sources and, by FTS5, the words.
+Vectors beside it are searched by FAISS. `Index.of(passages)` is in memory; corpus.py writes one to
+a directory, and its `open_index` opens it. A `RemoteIndex` asks a search server
+(serving/retrieval.py), which holds one index for all ranks.
 """
 
-import logging
 import re
+import sqlite3
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
-import bm25s
+import faiss
 import torch
-from bm25s.stopwords import STOPWORDS_EN
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import SHAPES, whole_characters
+from nanorchestra.tools.devices import current
 from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.http import EndpointError, post
-from nanorchestra.tools.vectors import Vectors, describe
 
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # it has a root handler print its DEBUG lines
-WORD, COMMON = r"\w+", frozenset(STOPWORDS_EN)
-CANDIDATES = 10  # passages by BM25 whose word pairs are compared with the query's
-SIMILAR = 0.8  # ratio of difflib above which an unknown word is read as a known one
-CORRECTED = 16  # unknown words of a query that are read so: each is compared with thousands
+TABLE = "CREATE VIRTUAL TABLE passages USING fts5(text, source UNINDEXED)"
+INSERT = "INSERT INTO passages VALUES (?, ?)"
+SELECT = "SELECT text, source FROM passages WHERE rowid = ?"
+# FTS5's rank is the BM25 of Robertson and Zaragoza (2009), k1 = 1.2, b = 0.75, times -1.
+RANK = "SELECT -rank, rowid FROM passages WHERE passages MATCH ? ORDER BY rank, rowid LIMIT ?"
 QUERY_CHARS = 8_000  # of a query; what is beyond them is cut
+QUERY_WORDS = 64  # of a query: the time of a search grows with the square of their number
 TIMEOUT_S = 60.0  # of a question to a server, retries included; of waiting for a local index
 ADDRESS = re.compile(r"https?://[^\s/@?#]+/?")
+# A word, but none of the commonest of English (Lucene's list): they find nearly every passage.
+WORD = re.compile(
+    r"\b(?!(a|an|and|are|as|at|be|but|by|for|if|in|into|is|it|no|not|of|on|or|such|that|the|their"
+    r"|then|there|these|they|this|to|was|will|with)\b)\w+"
+)
 
 
 class Passage(NamedTuple):
@@ -45,26 +50,44 @@ class Passage(NamedTuple):
     score: float = 0.0
 
 
-class Index:
-    """Passages ranked by BM25 (Robertson and Zaragoza 2009); pairs of neighbours weigh more.
+def database(path: str | Path = ":memory:") -> sqlite3.Connection:
+    """Returns the database of a file, for threads that take turns. UserError without FTS5."""
+    opened = sqlite3.connect(path, check_same_thread=False)
+    modules = {name for (name,) in opened.execute("PRAGMA module_list")}
+    lacks = f"SQLite {sqlite3.sqlite_version} of this Python was built without FTS5"
+    require("fts5" in modules, f"{lacks}; search needs it: use a Python that has it")
+    return opened
 
-    An unknown word of a query is read as the most similar known one that begins alike, if there is
-    one. `words` is a saved index of the passages; None: it is made. UserError without any word.
+
+def insert(opened: sqlite3.Connection, passages: Iterable[Passage]) -> None:
+    """Writes passages into a new database, with their words."""
+    opened.execute(TABLE)
+    opened.executemany(INSERT, (passage[:2] for passage in passages))
+
+
+class Index:
+    """The passages of a database, ranked by BM25 over the words and the word pairs of a query.
+
+    Threads take turns to search. `blocking`: whether a search may take as long as reading a file.
     """
 
-    blocking = False
+    def __init__(self, opened: sqlite3.Connection, blocking: bool = True):
+        self._database, self.blocking = opened, blocking
+        self._lock = threading.Lock()
+        (count,) = opened.execute("SELECT max(id) FROM passages_content").fetchone()
+        self.count = count or 0
 
-    def __init__(self, passages: Sequence[Passage], words: bm25s.BM25 | None = None):
-        self.passages, self._lock = passages, threading.Lock()
-        self._words = words or word_index(passage.text for passage in passages)
-        self._alike: dict[str, list[str]] = defaultdict(list)  # by their first two letters
-        for word in self._words.vocab_dict:
-            self._alike[word[:2]].append(word)
+    @classmethod
+    def of(cls, passages: Iterable[Passage]) -> "Index":
+        """Returns an index in memory, of some thousand passages."""
+        opened = database()
+        insert(opened, passages)
+        return cls(opened, blocking=False)
 
     @property
     def about(self) -> str:
         """The number of passages and how they are found, for a person."""
-        return f"{len(self.passages):,} passages, found by BM25"
+        return f"{self.count:,} passages, found by BM25"
 
     def search(self, query: str, k: int = 3) -> list[Passage]:
         """Returns the `k` best passages, best first; fewer if fewer have anything in common."""
@@ -76,59 +99,66 @@ class Index:
         TimeoutError if other threads search all the time.
         """
         queries = [whole_characters(query[:QUERY_CHARS]) for query in queries]
-        if not self._lock.acquire(timeout=TIMEOUT_S):  # one thread has the model and FAISS
+        if not self._lock.acquire(timeout=TIMEOUT_S):
             raise TimeoutError(f"other searches have held the index for {TIMEOUT_S:g} s")
         try:
-            rankings = self._rank_all(queries, k)
+            return [self._passages(ranking) for ranking in self._rank_all(queries, k)]
         finally:
             self._lock.release()
-        return [
-            [self.passages[row]._replace(score=score) for score, row in ranking]
-            for ranking in rankings
-        ]
+
+    def _passages(self, ranking) -> list[Passage]:
+        found = []
+        for score, row in ranking:
+            text, source = self._database.execute(SELECT, (row,)).fetchone()
+            found.append(Passage(text, source, score))
+        return found
 
     def _rank_all(self, queries, k) -> list[list[tuple[float, int]]]:
-        return [self._rank(query, k) for query in queries]
+        """Returns (score, row of the database) of the best passages for each query."""
+        return [self._database.execute(RANK, (match(query), k)).fetchall() for query in queries]
 
-    def _rank(self, query, k) -> list[tuple[float, int]]:
-        """Returns (score, row) of the passages with a word of the query, best first."""
-        words, unknown = [], 0
-        for word in words_of(query):
-            if word in self._words.vocab_dict:
-                words.append(word)
-            elif unknown < CORRECTED:
-                unknown += 1
-                alike = self._alike.get(word[:2], ())
-                words += get_close_matches(word, alike, n=1, cutoff=SIMILAR)
-        if not words:
-            return []
-        scores = torch.from_numpy(self._words.get_scores(words))  # [passages]
-        pairs, ranking = set(pairwise(words)), []
-        for row in scores.topk(min(max(k, CANDIDATES), len(scores))).indices.sort().values.tolist():
-            there = pairs.intersection(pairwise(words_of(self.passages[row].text)))
-            score = scores[row].item() * (1 + len(there) / max(1, len(pairs)))
-            if score > 0:
-                ranking.append((score, row))
-        return sorted(ranking, key=lambda pair: -pair[0])[:k]
+
+def match(query: str) -> str:
+    """Returns a query of FTS5 for any of the words of a text, and any two that are neighbours.
+
+    >>> match('the mass OF "gold')
+    '"mass" OR "gold" OR "mass gold"'
+    """
+    words = [found[0] for found in WORD.finditer(query.lower())][:QUERY_WORDS]
+    terms = [*words, *map(" ".join, pairwise(words))]
+    return " OR ".join(f'"{term}"' for term in terms) or '""'
 
 
 class VectorIndex(Index):
-    """Passages ranked by the inner products of vectors, on one device.
+    """Passages ranked by the inner products of vectors; an index of FAISS has those of row 1 on.
 
-    `embedder` makes the queries' vectors; it must be the one that made the passages'.
+    `embedder` makes the queries' vectors; it must be the one that made the passages'. FAISS
+    searches on its device, in fp16 on a GPU. UserError if the vectors cannot be held there.
     """
 
-    blocking = True
-
-    def __init__(self, passages: Sequence[Passage], vectors: Vectors, embedder: Embedder):
-        self.passages, self._lock = passages, threading.Lock()
+    def __init__(self, opened: sqlite3.Connection, vectors: faiss.Index, embedder: Embedder):
+        super().__init__(opened)
         self._vectors, self._embedder = vectors, embedder
+        if embedder.device.type == "cuda" and faiss.get_num_gpus():
+            self._vectors = self._on_gpu(vectors, embedder.device)
+
+    def _on_gpu(self, vectors, device: torch.device) -> faiss.Index:
+        self._resources = faiss.StandardGpuResources()  # FAISS needs it as long as the index
+        options = faiss.GpuClonerOptions()
+        options.useFloat16 = True
+        try:
+            with current(device):
+                return faiss.index_cpu_to_gpu(self._resources, device.index, vectors, options)
+        except RuntimeError as error:
+            problem = " ".join(str(error).split())[:300]
+            right = "search with --device cpu, by tools.py serve-index"
+            raise UserError(f"{device} cannot hold the vectors ({problem}); {right}") from None
 
     @property
     def about(self) -> str:
-        """The number of passages, the kind of index with its settings, and the device."""
-        kind = describe(len(self.passages), self._vectors.settings)
-        return f"{kind}; queries are embedded on {self._embedder.device}"
+        """The number of passages, the size of their vectors, and the device, for a person."""
+        size = f"{self.count:,} passages, found by vectors of {self._vectors.d:,} numbers"
+        return f"{size} on {self._embedder.device}"
 
     def _rank_all(self, queries, k) -> list[list[tuple[float, int]]]:
         """Returns (cosine, row) of the nearest passages, best first; none for an empty query."""
@@ -136,8 +166,12 @@ class VectorIndex(Index):
         rankings = [[] for _ in queries]
         if asked:
             vectors = self._embedder.queries([queries[i] for i in asked])
-            for i, ranking in zip(asked, self._vectors.search(vectors, k), strict=True):
-                rankings[i] = ranking
+            with current(self._embedder.device):
+                scores, rows = self._vectors.search(vectors, min(k, self.count))
+            for i, its_scores, its_rows in zip(asked, scores.tolist(), rows.tolist(), strict=True):
+                for score, row in zip(its_scores, its_rows, strict=True):
+                    if row >= 0:  # -1: the lists that were visited hold fewer than k
+                        rankings[i].append((score, row + 1))
         return rankings
 
 
@@ -166,17 +200,3 @@ class RemoteIndex:
         url = f"{self.address}/search"
         reply, _ = post(url, body, SHAPES["search_reply"], "", TIMEOUT_S)
         return [Passage(row["text"], row["source"], row["score"]) for row in reply["passages"]]
-
-
-def word_index(texts: Iterable[str]) -> bm25s.BM25:
-    """Returns the BM25 index of texts. UserError if there is no word in them."""
-    tokens = bm25s.tokenize(texts, token_pattern=WORD, show_progress=False)
-    require(tokens.vocab, "the passages hold no word; an index needs text")
-    index = bm25s.BM25(backend="numpy")
-    index.index(tokens, create_empty_token=False, show_progress=False)
-    return index
-
-
-def words_of(text: str) -> list[str]:
-    """Returns the words of a text in lower case, without the commonest of English."""
-    return [word for word in re.findall(WORD, text.lower()) if word not in COMMON]

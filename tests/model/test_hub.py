@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -353,8 +354,9 @@ def test_where_a_model_is_named_a_hub_id_will_do(hub, sandbox, tmp_path, monkeyp
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("One passage of text.")
     assert build_index(tmp_path / "texts", tmp_path / "index", REPO) == 1
-    settings = json.loads((tmp_path / "index" / "vectors" / "settings.json").read_text())
-    assert settings["checkpoint"] == pinned  # the index can be opened on another machine
+    with sqlite3.connect(tmp_path / "index" / "passages.sqlite") as database:
+        ((checkpoint,),) = database.execute("SELECT checkpoint FROM about")
+    assert checkpoint == pinned  # the index can be opened on another machine
 
     for wrong in ("nobody", "runs/nobody/model"):
         assert f"--policy {wrong}: {wrong} is none of" in line(policies.parse, wrong, ())

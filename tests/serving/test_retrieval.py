@@ -52,7 +52,7 @@ def served(index):
 class Slow:
     """An index that answers the query itself, once `go` is set. `batches` are what it was asked."""
 
-    passages, about = PASSAGES, "slow"
+    count, about = len(PASSAGES), "slow"
 
     def __init__(self):
         self.go, self.batches = threading.Event(), []
@@ -66,7 +66,7 @@ class Slow:
 
 
 def test_a_server_finds_what_its_index_finds(tmp_path):
-    index = Index(PASSAGES)
+    index = Index.of(PASSAGES)
     with served(index) as address:
         remote = open_index(address + "/")
         for query, k in (
@@ -90,7 +90,7 @@ def test_a_server_finds_what_its_index_finds(tmp_path):
 
 
 def test_a_bad_request_is_one_line_and_harms_nothing():
-    with served(Index(PASSAGES)) as address:
+    with served(Index.of(PASSAGES)) as address:
         for body, status, says in (
             (b"\xff", 400, "not JSON"),
             (b"[" * 100_000, 400, "not JSON"),
@@ -161,7 +161,7 @@ def test_too_many_and_too_slow_ones_are_told_so(monkeypatch):
 
 def test_a_dead_server_is_a_failure_of_the_infrastructure_in_bounded_time(tmp_path, monkeypatch):
     entry = {"name": "wiki", "description": "d", "kind": "search", "usd_per_call": 0.5}
-    with served(Index(PASSAGES)) as address:
+    with served(Index.of(PASSAGES)) as address:
         (tmp_path / "t.json").write_text(json.dumps([entry | {"corpus": address}]))
         (tool,) = load_tools(tmp_path / "t.json", None)
     monkeypatch.setattr(index_module, "TIMEOUT_S", 0.5)
@@ -189,7 +189,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path, capsys):
         for arguments, says in (
             (["none", "--port", busy], f"--port {busy}: Address already in use; give another\n"),
             ([str(corpus), "--host", "no.such.host.invalid"], "--host no.such.host.invalid"),
-            ([str(tmp_path), *port], "not a whole index"),
+            ([str(tmp_path), *port], "no index; build it"),
         ):
             assert main(["serve-index", *arguments]) == 2
             error = capsys.readouterr().err

@@ -304,7 +304,7 @@ def test_an_index_that_fails_on_its_device_is_not_the_fault_of_a_query():
 
 def test_a_search_waits_for_others_only_so_long_and_says_how_long(monkeypatch):
     monkeypatch.setattr(index_module, "TIMEOUT_S", 0.1)
-    index = Index([Passage("Gold is yellow.")])
+    index = Index.of([Passage("Gold is yellow.")])
     tool = LookupTool("docs", "d", index)
     assert "yellow" in tool.call({"query": "gold"}).content
     with index._lock:

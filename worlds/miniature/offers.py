@@ -30,7 +30,7 @@ Offer = dict[str, Any]
 def corpus() -> tuple[tuple[dict[str, str], ...], Index]:
     """Returns the bundled facts and the search index over their texts."""
     facts = tuple(fact for _, fact in read_json_lines(NANO / "corpus.jsonl"))
-    return facts, Index([Passage(fact["text"]) for fact in facts])
+    return facts, Index.of(Passage(fact["text"]) for fact in facts)
 
 
 def is_expert(offer: Offer) -> bool:
