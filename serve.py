@@ -35,11 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra import SamplingParams
-from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import append_line
-from nanorchestra.model.hf_config import read_config, read_sampling
+from nanorchestra.formats.load import load_rollout
+from nanorchestra.model.checkpoint import NANO, read_config, read_sampling
 from nanorchestra.model.hub import Source, fetch_model, local_model
 from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer

@@ -46,8 +46,9 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.world import World, demonstrates
 from nanorchestra.config import DRAFT, Config
 from nanorchestra.errors import INTERRUPTED, command, require
+from nanorchestra.formats.load import open_model
+from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.lora import save_adapter
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.schemas import Json
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
@@ -107,7 +108,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     grpo, rollout = config.grpo, config.rollout
 
     _, dtype = device_and_dtype(config)
-    model, tokenizer = load_policy(config, ranks, dtype)
+    model, tokenizer = load_policy(config, ranks, dtype, *open_model(config.model.path))
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
     engine = build_engine(config, model, tokenizer, ranks, dtype)
     player = build_rollout(config, engine, PRICES[POLICY], rollout.temperature)

@@ -87,8 +87,8 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
 
     from benchmarks.gpu_parts.training import groups_of
     from nanorchestra import Engine, SamplingParams, load_model, pack
+    from nanorchestra.model.checkpoint import named_hf_tensors
     from nanorchestra.model.qwen3 import Qwen3
-    from nanorchestra.model.weights import named_hf_tensors
     from nanorchestra.training.objectives import Objective
     from nanorchestra.training.trainer import Trainer, TrainerSettings
     from train import policy_update

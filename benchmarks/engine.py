@@ -31,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nanorchestra.engine.engine import Engine, SamplingParams
-from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.checkpoint import PRESETS
 from nanorchestra.model.native import pack
 from nanorchestra.model.ops import by_kernel
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3

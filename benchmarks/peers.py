@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import engine  # noqa: E402
 from benchmarks import peer_sides as sides  # noqa: E402
-from nanorchestra.model.saving import save_checkpoint  # noqa: E402
-from nanorchestra.model.weights import load_model  # noqa: E402
+from nanorchestra.formats.load import load_model  # noqa: E402
+from nanorchestra.model.checkpoint import save_checkpoint  # noqa: E402
 
 HERE = ("ours", "transformers")  # in this environment
 DTYPES = ("float32", "bfloat16")

@@ -10,7 +10,7 @@ _HOMES = {
     "Engine": "engine.engine",
     "Completion": "engine.sequence",
     "SamplingParams": "engine.sequence",
-    "load_model": "model.weights",
+    "load_model": "formats.load",
     "pack": "model.native",
     "chat": "model.chat",
 }

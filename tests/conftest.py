@@ -59,7 +59,7 @@ def nano_tokenizer(sandbox):
 @pytest.fixture(scope="session")
 def make_nano(nano_tokenizer):
     """make_nano() returns a small model that babbles in nano_tokenizer's ids."""
-    from nanorchestra.model.hf_config import PRESETS
+    from nanorchestra.model.checkpoint import PRESETS
     from nanorchestra.model.qwen3 import Qwen3
 
     def make():
@@ -100,7 +100,7 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer, wi
     Rewards are drawn at random.
     """
     import train as program
-    from nanorchestra.model.saving import save_checkpoint
+    from nanorchestra.model.checkpoint import save_checkpoint
     from nanorchestra.settings import load_config
     from nanorchestra.training import run as run_module
     from nanorchestra.training.distributed import Ranks

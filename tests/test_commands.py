@@ -31,8 +31,9 @@ import pytest
 
 import serve
 import train
-from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
+from nanorchestra.formats.load import load_rollout
+from nanorchestra.model.checkpoint import NANO
 from worlds.terminal import MiniatureQuestions, Terminal
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +61,7 @@ PARSED = {  # the beginning of a command, and why it is not run whole
     "python tools.py serve-index": "a server; tests/serving/test_retrieval.py runs one",
     "python benchmarks/": "minutes; .ci/run rehearses the day on a GPU",
     "python -m benchmarks.gpu_parts.compile": "minutes; .ci/run runs it",
-    "python -m nanorchestra.model.adopt": "tests/model/test_adopt.py runs it",
+    "python -m nanorchestra.formats.adopt": "tests/formats/test_adopt.py runs it",
 }
 NOT_TRIED = {  # the beginning of a command, and why it is not tried
     "python -m venv": "makes the environment of .ci/run",

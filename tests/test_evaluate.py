@@ -15,12 +15,12 @@ import torch
 from openai_server import openai_server, said
 
 import evaluate
-from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_json
-from nanorchestra.model.saving import save_checkpoint
+from nanorchestra.formats.load import load_rollout
+from nanorchestra.model.checkpoint import NANO, save_checkpoint
 from nanorchestra.records import Preference
 from nanorchestra.report import plots
 from nanorchestra.report.comparison import recorded_attempts

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import evaluate
-from nanorchestra.agent.load import NANO
 from nanorchestra.errors import UserError
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Preference, Task, Trajectory
 from tools import load_tools
 from worlds.load import note_on_tools

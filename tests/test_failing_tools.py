@@ -19,7 +19,7 @@ import pytest
 from openai_server import openai_server, said
 from scripted import call
 
-from nanorchestra.agent.load import NANO
+from nanorchestra.model.checkpoint import NANO
 
 ROOT = Path(__file__).parent.parent
 SLOW_S = 0.3

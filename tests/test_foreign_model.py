@@ -13,12 +13,12 @@ import torch
 from foreign_tokenizers import make_foreign
 
 import serve
-from nanorchestra.agent.load import load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
+from nanorchestra.formats.load import load_rollout
 from nanorchestra.model import chat
+from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.settings import load_config
 from nanorchestra.training.build import load_policy
@@ -71,9 +71,9 @@ def test_tools_training_and_evaluation_need_the_markers(checkpoint, command_line
     catalogue.write_text('[[tools]]\nkind = "code"\nname = "python"\ndescription = "x"\n')
     status, _, err = command_line("--model", checkpoint, "--tools", catalogue, "--ask", "hi")
     assert status == 2 and err.count("\n") == 1
-    assert line in err and f"nanorchestra.model.adopt {checkpoint} --out DIR" in err
+    assert line in err and f"nanorchestra.formats.adopt {checkpoint} --out DIR" in err
     with pytest.raises(UserError, match=re.escape(line)):
         load_rollout(checkpoint, AttemptLimits(1, 8, 64), {}, 1)
     config = load_config(None, {"model.path": str(checkpoint)})
     with pytest.raises(UserError, match=re.escape(line)):
-        load_policy(config, Ranks(), torch.float32)
+        load_policy(config, Ranks(), torch.float32, checkpoint)

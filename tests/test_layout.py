@@ -19,13 +19,13 @@ BELOW = {
     "nanorchestra.report": ROOT_FILES,
     "nanorchestra.model": ROOT_FILES | {"kernels"},
 }
-BELOW["nanorchestra.formats"] = BELOW["nanorchestra.model"] | {"nanorchestra.model"}
-BELOW["nanorchestra.tools"] |= {"nanorchestra.formats"}
 BELOW["nanorchestra.engine"] = BELOW["nanorchestra.model"] | {"nanorchestra.model"}
 BELOW["nanorchestra.agent"] = BELOW["nanorchestra.engine"] | {
     "nanorchestra.engine",
     "nanorchestra.tools",
 }
+BELOW["nanorchestra.formats"] = BELOW["nanorchestra.agent"] | {"nanorchestra.agent"}
+BELOW["nanorchestra.tools"] |= {"nanorchestra.formats"}
 BELOW["nanorchestra.serving"] = BELOW["nanorchestra.agent"] | {"nanorchestra.agent"}
 BELOW["nanorchestra.training"] = BELOW["nanorchestra.agent"] | {
     "nanorchestra.agent",

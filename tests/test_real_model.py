@@ -13,11 +13,11 @@ from nanorchestra.config import Config, TaskSection
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.guide import Form, Guide
 from nanorchestra.engine.sequence import SamplingParams
+from nanorchestra.formats.adopt import adopt
+from nanorchestra.formats.load import load_model
 from nanorchestra.model import chat
-from nanorchestra.model.adopt import adopt
+from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.lora import add_adapters
-from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.model.weights import load_model
 from nanorchestra.training.packing import number_samples
 from nanorchestra.training.samples import as_group
 from nanorchestra.training.trainer import Trainer

@@ -26,10 +26,11 @@ from rich.cells import cell_len
 from scripted import EchoTool, ScriptedEngine
 
 import serve
-from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import UserError
+from nanorchestra.formats.load import load_rollout
 from nanorchestra.model import chat
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.report.terminal import Console
 from nanorchestra.training.trajectories import from_row, replay

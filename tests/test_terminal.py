@@ -12,10 +12,8 @@ import pexpect
 import pytest
 import torch
 
-from nanorchestra.agent.load import NANO
-from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.checkpoint import NANO, PRESETS, save_checkpoint
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

@@ -16,9 +16,9 @@ import pytest
 from run_rows import TIMINGS
 
 import train as program
-from nanorchestra.agent.load import NANO
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Trajectory
 from nanorchestra.report.page import write_report
 from nanorchestra.report.run import Run, to_toml

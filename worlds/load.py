@@ -4,11 +4,11 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from nanorchestra.agent.load import NANO
 from nanorchestra.agent.world import World
 from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import require
 from nanorchestra.files import read_toml
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Preference
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.replies import store_of

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.agent.world import World
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import merge, read_toml
-from nanorchestra.model.hf_config import read_config, read_sampling
+from nanorchestra.formats.load import load_rollout
+from nanorchestra.model.checkpoint import NANO, read_config, read_sampling
 from nanorchestra.model.hub import is_model, local_model, names_model
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task

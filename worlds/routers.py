@@ -22,8 +22,8 @@ from itertools import permutations
 import numpy as np
 
 from nanorchestra.agent.environment import Environment, score_answer
-from nanorchestra.agent.load import NANO
 from nanorchestra.agent.world import World
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.schemas import Json

@@ -23,10 +23,9 @@ import torch
 from benchmarks.engine import CONTEXT, SHAPES, Bench, random_model
 from benchmarks.gpu_parts import NotHereError, Part, by_kernels
 from nanorchestra.engine.engine import Engine, SamplingParams
-from nanorchestra.model.hf_config import config_to_hf
+from nanorchestra.model.checkpoint import config_to_hf, copy_weights, named_hf_tensors
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.weights import copy_weights, named_hf_tensors
 
 BATCHES = 1, 32, 128, 256
 KEYS = 1060  # tokens of context while decoding is timed

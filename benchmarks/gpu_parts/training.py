@@ -17,7 +17,7 @@ from benchmarks.gpu_parts.engine import TINY
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Completion, SamplingParams
 from nanorchestra.model import lora
-from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.checkpoint import PRESETS
 from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import local

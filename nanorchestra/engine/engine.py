@@ -45,10 +45,10 @@ from nanorchestra.engine.sequence import (
 )
 from nanorchestra.engine.session import Session
 from nanorchestra.errors import NotFiniteError, require
+from nanorchestra.model.checkpoint import copy_weights
 from nanorchestra.model.ops import by_kernel
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.model.weights import copy_weights
 
 DEFAULT_POOL = 1 << 30  # bytes of a CPU's KV pool
 MEMORY_SHARE = 0.9  # of a GPU's free memory that its KV pool takes

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, write_whole
-from nanorchestra.model.hf_config import MODEL_TYPES, config_from_hf
+from nanorchestra.model.checkpoint import KINDS, config_from_hf
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
@@ -187,8 +187,8 @@ def _find_on_hub(hub_id) -> Source:
     if hub_id.file:
         kind = (info.gguf or {}).get("architecture")
         require(
-            kind is None or kind in MODEL_TYPES,
-            f"{hub_id.word}: architecture {kind!r}: expected {' or '.join(map(repr, MODEL_TYPES))}",
+            kind is None or kind in KINDS,
+            f"{hub_id.word}: architecture {kind!r}: expected {' or '.join(map(repr, KINDS))}",
         )
     else:
         config = read_json(_fetched(hub_id, info.sha, CONFIG))

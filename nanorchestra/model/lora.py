@@ -21,11 +21,11 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from nanorchestra.files import write_whole
+from nanorchestra.model.checkpoint import hf_rows
 from nanorchestra.model.hub import HubId
 from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.sharded import fill, whole
-from nanorchestra.model.weights import hf_rows
 
 
 class LoRALinear(nn.Module):

@@ -5,6 +5,7 @@ of a 4-bit checkpoint as they are. Embeddings and norms stay as they are; the lm
 in either mode.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.autograd.function import once_differentiable
 from kernels.common import wide_product
 from kernels.quantised import GROUPS, ROWS, quantised_linear
 from nanorchestra.errors import require
-from nanorchestra.model.awq import FourBit
 from nanorchestra.model.ops import by_kernel
 
 MODES = {"int8": torch.int8, "int4": torch.uint8}  # uint8: two each
@@ -24,6 +24,34 @@ GROUP = 128  # input columns that share a scale in int4: those of most published
 _BLOCK = 1024  # output rows converted at a time; bounds the full-precision copies in memory
 # fp16, spaced 2^-24 here, still keeps a scale so well that no weight moves by over half a step.
 _SMALLEST_SCALE = 2.0**-21
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """A matrix as it is stored in 4 bits: W[n, k] = (q[n, k] - zeros[n, g]) * scales[n, g].
+
+    Group g holds the columns k of g * group .. (g + 1) * group - 1. q uint8 [out, in] and zeros
+    uint8 [out, groups] are in 0 .. 15, scales are fp16 [out, groups].
+    """
+
+    q: Tensor
+    zeros: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Returns [out, in]."""
+        return self.q.shape
+
+    @property
+    def group(self) -> int:
+        """Returns how many columns share a scale."""
+        return self.q.shape[1] // self.scales.shape[1]
+
+    def widened(self) -> Tensor:
+        """Returns W [out, in] in fp32, which holds it exactly."""
+        q = self.q.float().unflatten(1, (-1, self.group))
+        return ((q - self.zeros[..., None]) * self.scales[..., None].float()).flatten(1)
 
 
 class QuantisedLinear(nn.Module):

@@ -5,7 +5,7 @@ and rotation (ops.py, rope.py); native/native.c repeats all of them in C for CPU
 packed tokens, [T], without a batch dimension or padding. The caller supplies positions and an
 attention object, which decides what attends to what. Qwen3, Qwen2.5 and Llama differ by three
 switches of ModelConfig: the norm of queries and keys, a bias on q, k and v, and the scaling of the
-rotary frequencies. hf_config.py reads configurations, weights.py reads and writes weights.
+rotary frequencies. checkpoint.py reads and writes configurations and weights.
 """
 
 from dataclasses import dataclass

@@ -166,7 +166,7 @@ class Tokenizer:
         require(
             self.markers,
             f"{model}: its tokenizer lacks {lacking}: it can chat, but not call tools or be "
-            f"trained; python -m nanorchestra.model.adopt {model} --out DIR gives it unused tokens",
+            f"trained; python -m nanorchestra.formats.adopt {model} --out DIR gives it the tokens",
         )
 
     def save(self, path: str | Path) -> None:

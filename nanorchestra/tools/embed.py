@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from nanorchestra.errors import require
+from nanorchestra.formats.load import load_model
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.weights import load_model
 from nanorchestra.tools.devices import current, device_named
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"

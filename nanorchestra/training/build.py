@@ -2,24 +2,25 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanorchestra.agent.loop import AttemptLimits, Rollout
-from nanorchestra.config import DRAFT, Config
+from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import require
 from nanorchestra.model import lora
-from nanorchestra.model.hf_config import stored_group
+from nanorchestra.model.checkpoint import load_checkpoint, named_hf_tensors, stored_group
 from nanorchestra.model.hub import find, local_model, names_model
 from nanorchestra.model.native import pack
-from nanorchestra.model.quantise import quantise_model
+from nanorchestra.model.quantise import FourBit, quantise_model
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.model.weights import load_model, named_hf_tensors
 from nanorchestra.records import Price
 from nanorchestra.settings import is_dry_run
 from nanorchestra.training.distributed import Ranks, shard_model
@@ -75,34 +76,33 @@ def _interrupted_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def load_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Qwen3, Tokenizer]:
-    """Returns the model of model.path to train and its tokenizer.
+def load_policy(
+    config: Config,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor | FourBit]] | None = None,
+) -> tuple[Qwen3, Tokenizer]:
+    """Returns the model to train and its tokenizer, of what load_checkpoint takes.
 
     It is sharded, and has adapters, as configured. UserError.
     """
-    seed, path = config.run.seed, config.model.path
     offload, in_4_bits = config.parallel.cpu_offload, config.lora.base == "int4"
-    require(
-        names_model(path),
-        f"model.path is {path!r}; it must be a directory in Hugging Face layout, a .gguf file, a "
-        f"hub id, or {DRAFT}: an untrained model for task.world",
-    )
-    path = local_model(path)
     require(
         not in_4_bits or ranks.world_size == 1,
         f"lora.base is int4 on {ranks.world_size} processes; engine and trainer of one process "
         "share it: start one, or set lora.base to full",
     )
-    group = stored_group(path) if in_4_bits else None
+    group = stored_group(directory) if in_4_bits else None
 
     def build(shape):
         return as_configured(Qwen3(shape), config, ranks, dtype, group)
 
     device = "cpu" if offload else str(ranks.device)
-    model, tokenizer = load_model(path, device=device, dtype=None, build=build)
-    lora.reset(model, seed)
-    require(tokenizer, f"{path}: no tokenizer.json; training needs it beside the weights")
-    tokenizer.require_markers(path)
+    model, tokenizer = load_checkpoint(directory, device, dtype=None, build=build, tensors=tensors)
+    lora.reset(model, config.run.seed)
+    require(tokenizer, f"{directory}: no tokenizer.json; training needs it beside the weights")
+    tokenizer.require_markers(directory)
     return model, tokenizer
 
 

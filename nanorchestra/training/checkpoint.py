@@ -18,8 +18,8 @@ from torch import Tensor
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, sync, write_whole
+from nanorchestra.model.checkpoint import open_tensors
 from nanorchestra.model.sharded import fill, first_row, is_first_copy, local
-from nanorchestra.model.weights import open_tensors
 from nanorchestra.schemas import Json
 from nanorchestra.training.distributed import Ranks
 

@@ -15,9 +15,9 @@ from tqdm import tqdm
 from tyro.conf import FlagCreatePairsOff, arg
 
 from nanorchestra import settings
-from nanorchestra.agent.load import NANO
 from nanorchestra.config import Config, check
 from nanorchestra.errors import nearest, require
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.report.run import Run, path_of_run
 from nanorchestra.settings import Settings
 from nanorchestra.training.costs import GPUS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanorchestra.config import DRAFT, Config
 from nanorchestra.errors import UserError, require
-from nanorchestra.model.hf_config import PRESETS, read_config
+from nanorchestra.model.checkpoint import PRESETS, read_config
 from nanorchestra.model.hub import find, is_model, names_model
 from nanorchestra.model.qwen3 import ModelConfig
 from nanorchestra.training.costs import GB, GPUS, Costs

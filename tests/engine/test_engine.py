@@ -16,10 +16,10 @@ from nanorchestra.engine.sampler import draw_tokens
 from nanorchestra.errors import NotFiniteError, UserError
 from nanorchestra.model import chat
 from nanorchestra.model.attention import PackedAttention, Segment
+from nanorchestra.model.checkpoint import named_hf_tensors
 from nanorchestra.model.native import PackedLinear, library, pack
 from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.weights import named_hf_tensors
 
 VOCAB = 97
 CONFIG = ModelConfig(VOCAB, 32, 64, 2, 4, 2, head_dim=16, max_position_embeddings=512)

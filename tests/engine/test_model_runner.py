@@ -25,9 +25,9 @@ from nanorchestra.engine.step_inputs import (
     group_by_prefix,
 )
 from nanorchestra.errors import UserError
+from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.weights import copy_weights, named_hf_tensors
 
 SHAPE = ModelConfig(320, 32, 48, 1, 4, 2, head_dim=16, tie_word_embeddings=True)
 UNTIED = ModelConfig(320, 128, 128, 1, 4, 2, head_dim=32)  # can be quantised

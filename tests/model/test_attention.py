@@ -16,7 +16,7 @@ from nanorchestra.model.attention import (
     PrefillInputs,
     Segment,
 )
-from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.checkpoint import PRESETS
 from nanorchestra.model.qwen3 import Qwen3
 
 PACKS = {

@@ -21,16 +21,21 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
+from nanorchestra.formats.load import load_model
 from nanorchestra.model import lora
 from nanorchestra.model.attention import PackedAttention, Segment
+from nanorchestra.model.checkpoint import (
+    config_to_hf,
+    read_config,
+    read_sampling,
+    save_checkpoint,
+    stored_dtype,
+)
 from nanorchestra.model.gguf_file import TYPES
-from nanorchestra.model.hf_config import config_to_hf, read_config, read_sampling, stored_dtype
 from nanorchestra.model.native import pack
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.rope import Llama3Scaling, YarnScaling
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.model.weights import load_model
 
 CONFIG = ModelConfig(
     vocab_size=40, hidden_size=512, intermediate_size=256, num_hidden_layers=2, head_dim=64,

@@ -22,9 +22,9 @@ from huggingface_hub.utils import _http
 
 import serve
 from nanorchestra import load_model
-from nanorchestra.agent.load import NANO
 from nanorchestra.errors import UserError
 from nanorchestra.model import hub as module
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.model.hub import HubId, find, local_model
 from nanorchestra.settings import load_config
 from nanorchestra.tools.corpus import build_index

@@ -15,11 +15,10 @@ from groups import grouped
 from safetensors.torch import load_file
 
 from nanorchestra.model.attention import PackedAttention, Segment
+from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors, save_checkpoint
 from nanorchestra.model.lora import adapters, add_adapters, disabled, reset, save_adapter
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.model.weights import copy_weights, named_hf_tensors
 from nanorchestra.training.objectives import Objective
 from nanorchestra.training.packing import Sample
 from nanorchestra.training.trainer import Trainer, TrainerSettings

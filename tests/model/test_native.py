@@ -9,17 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.errors import UserError
+from nanorchestra.formats.load import load_model, load_rollout
 from nanorchestra.model import native
-from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.checkpoint import (
+    NANO,
+    PRESETS,
+    copy_weights,
+    named_hf_tensors,
+    save_checkpoint,
+)
 from nanorchestra.model.native import PackedLinear, library, pack
 from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
 
 pytestmark = pytest.mark.skipif(library(torch.float32) is None, reason="no C compiler")
 

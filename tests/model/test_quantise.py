@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from nanorchestra.errors import UserError
+from nanorchestra.formats.load import load_model
+from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors, save_checkpoint
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
 
 WIDE = ModelConfig(  # every matrix divides into groups of 128
     61, 128, 256, 2, 4, 2, head_dim=32, max_position_embeddings=64

@@ -8,14 +8,13 @@ import torch
 import transformers
 
 from nanorchestra.engine.engine import Engine, SamplingParams
+from nanorchestra.formats.load import load_model
 from nanorchestra.model.attention import GatheredAttention, PackedAttention, PagedChunk, Segment
-from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.checkpoint import PRESETS, save_checkpoint
 from nanorchestra.model.native import BLOCK, Forward, PackedLinear, library, pack, zeros
 from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.rope import scaled_frequencies
-from nanorchestra.model.saving import save_checkpoint
-from nanorchestra.model.weights import load_model
 
 TINY = dict(
     vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,

@@ -16,9 +16,10 @@ import pytest
 from openai_server import openai_server, said
 
 import train
-from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
+from nanorchestra.formats.load import load_rollout
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.serving.agent_rollout import played_by
 from nanorchestra.serving.agents import AgentFunction, load_agent
 from nanorchestra.training.samples import as_group, gave_answer, rewritten_share

@@ -11,10 +11,11 @@ from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
+from nanorchestra.formats.load import load_model
+from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors
 from nanorchestra.model.lora import adapters, add_adapters, copy_adapters, on_the_same_base
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.weights import copy_weights, load_model, named_hf_tensors
 from nanorchestra.training import build
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import Group, Sample
@@ -56,7 +57,9 @@ def gap(engine, trainer, prompts=((5, 6, 7, 8), (9, 10, 11)), count=12) -> float
 
 def parts(run):
     """The trainer and the engine of a run, as train.py builds them, and a function to publish."""
-    model, tokenizer = build.load_policy(run.config, run.ranks, torch.float32)
+    model, tokenizer = build.load_policy(
+        run.config, run.ranks, torch.float32, run.config.model.path
+    )
     trainer = build.build_trainer(run.config, model, tokenizer, run.ranks, torch.float32)
     engine = build.build_engine(run.config, model, tokenizer, run.ranks, torch.float32)
 
@@ -133,7 +136,7 @@ def test_the_saved_model_has_the_adapters_merged_into_the_widened_base(make_trai
 def test_several_processes_are_refused_in_one_line(tmp_path):
     config = Config().replace({"lora.base": "int4", "lora.rank": 4, "model.path": str(tmp_path)})
     with pytest.raises(UserError, match="lora.base is int4 on 2 processes; .* start one, or") as no:
-        build.load_policy(config, Ranks(world_size=2), torch.float32)
+        build.load_policy(config, Ranks(world_size=2), torch.float32, tmp_path)
     assert "\n" not in str(no.value)
 
 

@@ -22,12 +22,12 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file
 
 from nanorchestra.config import Config
-from nanorchestra.model import saving
+from nanorchestra.formats.load import load_model
+from nanorchestra.model import checkpoint
+from nanorchestra.model.checkpoint import named_hf_tensors, save_checkpoint
 from nanorchestra.model.lora import adapters, add_adapters, reset, save_adapter
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.sharded import fill, whole
-from nanorchestra.model.weights import load_model, named_hf_tensors
 from nanorchestra.tools.models import Endpoint
 from nanorchestra.training import distributed as module
 from nanorchestra.training.checkpoint import Checkpoints
@@ -306,7 +306,7 @@ def expected(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_two_ranks_do_as_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "SHARD_BYTES", 8000)
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 8000)
     model = make_model(tied=False, seed=3)
     save_checkpoint(model, None, tmp_path / "source")
     file = write_gguf(tmp_path / "source.gguf", model)

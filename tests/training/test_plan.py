@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanorchestra.errors import UserError
 from nanorchestra.model import attention, lora, ops
 from nanorchestra.model.attention import PackedAttention, Segment
-from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.checkpoint import PRESETS
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.settings import load_config

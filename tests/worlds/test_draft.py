@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanorchestra.model.weights import load_model
+from nanorchestra.formats.load import load_model
 from worlds.miniature import draft as program
 from worlds.miniature.world import Miniature
 from worlds.toolscale.small import small_world

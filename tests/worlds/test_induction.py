@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanorchestra.model.attention import PackedAttention, Segment
-from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.checkpoint import PRESETS
 from nanorchestra.model.qwen3 import Qwen3
 from worlds.miniature.induction import draft_induction
 

@@ -19,12 +19,13 @@ from run_rows import TIMINGS
 from scripted import call, execute
 
 import train
-from nanorchestra.agent.load import NANO, load_rollout
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.agent.world import demonstrates
 from nanorchestra.config import TaskSection
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
+from nanorchestra.formats.load import load_rollout
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Preference, Price, ToolCall
 from nanorchestra.tools.limits import Allowance
 from nanorchestra.training import build

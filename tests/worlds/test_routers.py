@@ -9,8 +9,8 @@ from statistics import fmean
 import pytest
 
 from nanorchestra.agent.attempts import play
-from nanorchestra.agent.load import NANO
 from nanorchestra.config import TaskSection
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Trajectory
 from worlds.load import open_world
 from worlds.metrics import interval, score, summarise

@@ -13,7 +13,7 @@ import pytest
 from openai_server import openai_server, said
 
 import evaluate
-from nanorchestra.agent.load import NANO
+from nanorchestra.model.checkpoint import NANO
 from worlds import tau2_board
 
 needs_tau2 = pytest.mark.skipif(

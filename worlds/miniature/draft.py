@@ -12,9 +12,8 @@ import torch
 
 from nanorchestra.agent.world import World
 from nanorchestra.model import chat
-from nanorchestra.model.hf_config import PRESETS
+from nanorchestra.model.checkpoint import PRESETS, save_checkpoint
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.tokenizer import train_bpe
 from worlds.miniature.induction import draft_induction
 from worlds.miniature.offers import corpus

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from nanorchestra.agent.load import NANO
 from nanorchestra.files import read_json_lines
+from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Bounds, Task, ToolCall, ToolResult
 from nanorchestra.tools.index import Index, Passage
 from tools import Skill

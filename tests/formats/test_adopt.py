@@ -10,13 +10,13 @@ from foreign_tokenizers import KINDS, make_foreign
 from smollm import smollm_file
 
 from nanorchestra.errors import UserError
-from nanorchestra.model import adopt as program
+from nanorchestra.formats import adopt as program
+from nanorchestra.formats.adopt import REQUIRED, adopt, unused_ids
+from nanorchestra.formats.load import load_model
 from nanorchestra.model import chat
-from nanorchestra.model.adopt import REQUIRED, adopt, unused_ids
+from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.tokenizer import Tokenizer
-from nanorchestra.model.weights import load_model
 
 TEXT = "It's 12 cents, they'll say: 東京.\n\n <tool_call> naïve"
 SHAPE = {

@@ -1,24 +1,64 @@
-"""Loads the checkpoint that serve.py and evaluate.py run."""
+"""Loads a model by the user's word for it: for the library, for serve.py and evaluate.py."""
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
+from nanorchestra.formats.awq import awq_tensors, is_awq
 from nanorchestra.model import chat
-from nanorchestra.model.hf_config import stored_dtype
+from nanorchestra.model.checkpoint import load_checkpoint, stored_dtype
+from nanorchestra.model.gguf_model import GgufModel, gguf_model
+from nanorchestra.model.hub import local_model
 from nanorchestra.model.native import library, pack
-from nanorchestra.model.weights import load_model
+from nanorchestra.model.quantise import FourBit
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.schemas import Json
 from nanorchestra.tools.devices import device_named
 
-NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled checkpoint
 PAGE = 16  # tokens of a KV page
+
+
+def open_model(word: str | Path) -> tuple[Path, Iterator[tuple[str, Tensor | FourBit]] | None]:
+    """Returns the directory that a word for a model means, and its tensors if it is no plain one.
+
+    load_checkpoint takes both. Raises UserError.
+    """
+    path = local_model(word)
+    gguf = gguf_model(path)
+    if gguf is not None:
+        return path, _gguf_tensors(gguf)
+    return path, awq_tensors(path) if is_awq(path) else None
+
+
+def _gguf_tensors(gguf: GgufModel) -> Iterator[tuple[str, Tensor]]:
+    for name in gguf.tensors:
+        yield name, torch.from_numpy(gguf.array(name))
+
+
+def load_model(
+    word: str | Path,
+    device: str = "cpu",
+    dtype: str | None = "float32",
+    quantise: str | None = None,
+    build: Callable[[ModelConfig], Qwen3] = Qwen3,
+) -> tuple[Qwen3, Tokenizer | None]:
+    """Returns the model of a word and its tokenizer, None without tokenizer.json.
+
+    `word` is a directory in Hugging Face layout, a .gguf file or a hub id, "Qwen/Qwen3-0.6B". The
+    others are load_checkpoint's: "int4" holds matrices of AutoAWQ as they are stored. Raises
+    UserError.
+    """
+    directory, tensors = open_model(word)
+    return load_checkpoint(directory, device, dtype, quantise, build, tensors)
 
 
 def _dtype(path, device) -> torch.dtype:

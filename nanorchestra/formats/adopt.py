@@ -1,7 +1,7 @@
 """Gives a model of another chat format Qwen3's markers, in place of tokens that it does not use.
 
-    python -m nanorchestra.model.adopt SOURCE --out DIR
-    python -m nanorchestra.model.adopt SOURCE --out DIR --tokens "<gh_stars>" "<filename>" ...
+    python -m nanorchestra.formats.adopt SOURCE --out DIR
+    python -m nanorchestra.formats.adopt SOURCE --out DIR --tokens "<gh_stars>" "<filename>" ...
 
 SOURCE is whatever load_model reads. DIR then is a directory of the same model, which train.py,
 serve.py and transformers load. A marker of Qwen3's format that the tokenizer lacks (<tool_call>,
@@ -30,11 +30,10 @@ import tokenizers
 import torch
 
 from nanorchestra.errors import command, require
-from nanorchestra.model.hf_config import stored_dtype
+from nanorchestra.formats.load import load_model
+from nanorchestra.model.checkpoint import save_checkpoint, stored_dtype
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.model.saving import save_checkpoint
 from nanorchestra.model.tokenizer import QWEN3, Tokenizer
-from nanorchestra.model.weights import load_model
 
 REQUIRED = QWEN3["required"]
 RESERVED = re.compile(r"reserved|unused|extra_id|placeholder", re.IGNORECASE)
