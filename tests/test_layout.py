@@ -1,6 +1,7 @@
 """Imports point down, without circles and frameworks; torch is loaded only where tensors are."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -52,6 +53,11 @@ TORCH_FREE = (
     "records",
     "agent.loop",
 )
+
+# Packages whose modules have another name; that uvicorn takes by itself; of tau2-bench alone.
+PACKAGES = {"faiss": "faiss-cpu", "tomli_w": "tomli-w"}
+UNNAMED = {"httptools", "uvloop"}
+ELSEWHERE = {"litellm", "tau2"}
 
 
 if not (ROOT / ".git").exists():  # an archive has no list of its files
@@ -135,3 +141,24 @@ def test_the_logic_of_the_engine_and_the_loop_loads_without_torch():
     modules = ", ".join(f"nanorchestra.{name}" for name in TORCH_FREE)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def packages(name):
+    """The packages of a file of requirements."""
+    lines = (ROOT / name).read_text().splitlines()
+    return {re.split("[=>]=", line)[0] for line in lines if "=" in line and line[0] not in "#-"}
+
+
+def test_requirements_are_what_the_files_import_and_each_has_a_reason():
+    tops = {name.split(".")[0] for tree in TREES.values() for name, _ in imports(tree)}
+    tops -= {*sys.stdlib_module_names, *(module.split(".")[0] for module in FILES)}
+    imported = {PACKAGES.get(top, top) for top in tops - ELSEWHERE}
+    listed, optional = packages("requirements.txt"), packages("requirements-mcp.txt")
+    assert listed | optional == imported | UNNAMED
+    for module, tree in TREES.items():
+        tops = {name.split(".")[0] for name, _ in imports(tree)}
+        assert module.endswith(".mcp") or not tops & optional, f"{module} imports what is optional"
+    assert packages("requirements-gpu.txt") ^ listed == {"faiss-cpu", "faiss-gpu", "triton"}
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    table = re.findall(r"^\| (`.*?`) \|", page.split("## Packages")[1].split("## ")[0], re.M)
+    assert set(re.findall("`(.*?)`", " ".join(table))) == listed | optional
