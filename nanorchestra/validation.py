@@ -34,25 +34,32 @@ def unshown(right: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def validated(form: type[Form], value: Any, where: str) -> Form:
-    """Returns `value` in a form. Raises UserError, one line that begins with `where`."""
+def validated(form: type[Form], value: Any, where: str, extra: str = "forbid") -> Form:
+    """Returns `value` in a form. Raises UserError, one line that begins with `where`.
+
+    extra: "allow" if a form names no more than the fields that are used.
+    """
     try:
-        return _adapter(form).validate_python(value, extra="forbid")
+        return _adapter(form).validate_python(value, extra=extra)
     except ValidationError as error:
         names = set(_names(_adapter(form).json_schema()))
-        raise UserError(f"{where}: {one_line(error.errors(), names)}") from None
+        raise UserError(f"{where}: {one_line(error.errors(), value, names)}") from None
 
 
-def one_line(errors: list[Any], names: set[str]) -> str:
-    """Returns the first of pydantic's errors as a line: the field, its value, what would be right.
+def one_line(errors: list[Any], value: Any, names: set[str]) -> str:
+    """Returns one of pydantic's errors about `value`: the field, its value, what would be right.
 
-    A field that is misspelt comes before one that is missing, and is told with the nearest of the
-    form's `names`.
+    A field that is misspelt comes first, told with the nearest of the form's `names`, then what is
+    deepest in the value.
     """
-    error = min(errors, key=lambda each: each["type"] not in UNKNOWN)
-    kind, value, place = error["type"], error["input"], ""
+    error = max(errors, key=lambda each: (each["type"] in UNKNOWN, len(each["loc"])))
+    kind, message, place, inside = error["type"], error["msg"], "", value
     for part in error["loc"]:
-        place += f"[{part}]" if isinstance(part, int) else f".{part}"
+        if isinstance(inside, list) and isinstance(part, int):
+            place, inside = f"{place}[{part}]", inside[part] if part < len(inside) else None
+        elif isinstance(inside, dict) and (part in inside or kind == "missing"):
+            place, inside = f"{place}.{part}", inside.get(part)
+        # Any other part is the name of a type of several, or says that a key is wrong.
     place = place.removeprefix(".") or "it"
     if kind in UNKNOWN:
         return f"there is no {place}{nearest(error['loc'][-1], names)}"
@@ -60,10 +67,10 @@ def one_line(errors: list[Any], names: set[str]) -> str:
         return f"{place} is missing"
     if kind == "value_error":  # of a validator of ours, which may hide the value
         return f"{place} {error['ctx']['error']}"
-    message = re.sub("^Input", "it", error["msg"])
-    if kind == "literal_error" and isinstance(value, str):
-        message += nearest(value, re.findall("'(.*?)'", message))
-    return f"{place} is {value!r:.80}; {message[0].lower()}{message[1:]}"
+    if kind == "literal_error" and isinstance(inside, str):
+        message += nearest(inside, re.findall("'(.*?)'", message))
+    message = re.sub("^Input", "it", message)
+    return f"{place} is {error['input']!r:.80}; {message[0].lower()}{message[1:]}"
 
 
 @cache

@@ -24,6 +24,8 @@ class Outer:
     count: Count = 1
     inner: list[Inner] = field(default_factory=list)
     headers: dict[str, Key] = field(default_factory=dict)
+    words: list[str | list[str]] = field(default_factory=list)
+    pair: tuple[str, int] = ("", 0)
 
 
 def test_a_form_that_is_kept_is_made_with_its_defaults():
@@ -55,6 +57,12 @@ def test_a_form_that_is_kept_is_made_with_its_defaults():
             {"kind": "code", "headers": {"X-Org": "sk-123"}},
             "headers.X-Org must be '$NAME'; what is there is not shown",
         ),
+        (
+            {"kind": "code", "words": ["a", ["b", 5]]},
+            "words[1][1] is 5; it should be a valid string",
+        ),
+        ({"kind": "code", "words": [5]}, "words[0] is 5; it should be a valid string"),
+        ({"kind": "code", "pair": ["a"]}, "pair[1] is missing"),
     ],
 )
 def test_what_is_wrong_is_one_line(value, line):

@@ -177,7 +177,7 @@ def test_a_new_domain_is_one_file_and_a_bad_one_is_named(tmp_path):
 
     changes = (
         (lambda b: b["wishes"]["refund"].update(do=["refund(it.id)"]), "no domain can be made"),
-        (lambda b: b.pop("tools"), "'tools' is a required property"),
+        (lambda b: b.pop("tools"), "ferries.json: tools is missing"),
         (lambda b: b["tables"]["trains"]["fields"].update(kind=["colour"]), "not a kind of draw"),
         (lambda b: b["tools"]["show_train"].update(program=["import os"]), "is not a step"),
         (lambda b: b["tools"]["show_train"].update(program=["x = open(name)"]), "no meaning here"),

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json
+from nanorchestra.validation import validated
 from worlds.toolscale.act import PHRASES, people
-from worlds.toolscale.domain import Domain, check_shape, leaves
+from worlds.toolscale.domain import Domain, leaves
+from worlds.toolscale.forms import Blueprint
 from worlds.toolscale.program import FAULTS, Json, ToolError, parse, parse_call, rules
 from worlds.toolscale.records import ColumnDraws
 from worlds.toolscale.words import Words, draw_words, expand
@@ -27,7 +29,7 @@ def load_blueprint(name: str) -> Json:
     known = f"there are {', '.join(BUILT_IN)}, or give a file NAME.json"
     require(path.suffix == ".json", f"domain {name!r}: {known}")
     blueprint = read_json(path)
-    check_shape("blueprint", blueprint, str(path))
+    validated(Blueprint, blueprint, str(path))
     return blueprint
 
 

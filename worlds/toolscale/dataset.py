@@ -17,11 +17,13 @@ from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall
 from nanorchestra.tools.limits import SECONDS_PER_TOKEN
+from nanorchestra.validation import validated
 from reward import POLICY, PRICES
 from worlds import preferences
-from worlds.toolscale.domain import USER, Domain, check_shape
+from worlds.toolscale.domain import USER, Domain
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
 from worlds.toolscale.expert import SAY, altered, right_turns
+from worlds.toolscale.forms import RULES, TaskForm
 from worlds.toolscale.offers import draw_experts
 from worlds.toolscale.program import Json
 from worlds.toolscale.rows import read_row, restored, unfit
@@ -216,7 +218,9 @@ def load_tasks(path: Path) -> list[Json]:
         task = read_row(row, where, path.resolve().parent.name if listed else "")
         if task is None:
             continue
-        check_shape("task", task, where)
+        validated(TaskForm, task, where, extra="allow")
+        for rule in task.get("rules", ()):
+            validated(RULES[rule["check"]], rule["args"], f"{where}: {rule['check']}")
         require(task["id"] not in tasks, f"{where}: id {task['id']!r} stands twice")
         tasks[task["id"]] = task
     return list(tasks.values())

@@ -1,10 +1,8 @@
 """A domain: its tables, tools and policy, and the directory that holds them.
 
-    DIR/db.json      {table: {key: record}}
-    DIR/tools.json   [{"kind", "function", "program"}, ...] (see program.py)
-    DIR/policy.md    the rules in words
-
-shapes.json has the JSON Schemas by which files are checked.
+DIR/db.json      {table: {key: record}}
+DIR/tools.json   [{"kind", "function", "program"}, ...] (see program.py)
+DIR/policy.md    the rules in words
 """
 
 import json
@@ -17,12 +15,11 @@ from typing import Any, Self
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import merge, read_json, read_text, write_whole
-from nanorchestra.schemas import argument_error, check
+from nanorchestra.schemas import argument_error
 from worlds.toolscale.program import Json, Tables, ToolError, parse, run
 
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
 USER = "user"  # the kind of a tool of the user's own
-SHAPES = read_json(Path(__file__).with_name("shapes.json"))
 
 
 @dataclass
@@ -132,11 +129,6 @@ def numbers(text: str) -> set[float]:
 
 def _spoken(text) -> str:
     return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).casefold().strip()
-
-
-def check_shape(name: str, value: Any, where: str) -> None:
-    """Raises UserError, which begins with `where`, if the value has not the shape of that name."""
-    check(value, SHAPES[name] | {"$defs": SHAPES["$defs"]}, where)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -10,7 +10,9 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
-from worlds.toolscale.domain import USER, Domain, check_shape
+from nanorchestra.validation import validated
+from worlds.toolscale.domain import USER, Domain
+from worlds.toolscale.forms import Offer, Row, Tau2
 from worlds.toolscale.offers import EXPERTS, OTHERS
 from worlds.toolscale.program import Json, ToolError
 
@@ -24,12 +26,15 @@ def read_row(row: Json, where: str, domain: str = "") -> Json | None:
 
     `domain` is that of a tau2 directory. Raises UserError.
     """
-    check_shape("row", row, where)
+    validated(Row, row, where, extra="allow")
     if "domain" in row:  # ours
         return row
     if row.get("category") == "qa":
         return None
     task, index = row.get("example", row), row.get("index", "")
+    validated(Tau2, task, where, extra="allow")
+    if "model_mapping" in row:
+        validated(Offer, row, where, extra="allow")
     scenario, state = task["user_scenario"], task.get("initial_state") or {}
     parts, criteria = scenario["instructions"], task["evaluation_criteria"] or {}
     parts = {"reason_for_call": parts} if isinstance(parts, str) else parts
