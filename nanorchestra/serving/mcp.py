@@ -1,8 +1,10 @@
 """Offers the orchestrator as a tool of MCP: a question, a preference and limits; the answer.
 
 The official package `mcp` speaks the protocol, 2026-07-28 or 2025-11-25 as the client does, on
-stdin and stdout or at the path /mcp of the HTTP server. Here are the tool, what its calls tell of
-their progress, and the ends of a process that is served by pipes.
+stdin and stdout or at the path /mcp of the HTTP server. Here are the tool, and what its calls tell
+of their progress. The SDK's MCPServer ignores arguments that a tool does not have, so that a
+misspelt limit would not bind: the tool is one of its low-level Server, and its form is checked
+here.
 """
 
 import asyncio
@@ -13,21 +15,23 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, TextIO
 
 import anyio
 from mcp import MCPError, types
 from mcp.server.lowlevel import Server
+from mcp.server.stdio import stdio_server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
-from mcp.shared.message import SessionMessage
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.errors import UserError, require
-from nanorchestra.schemas import Json, check, whole_characters
+from nanorchestra.errors import UserError
+from nanorchestra.records import Limit
+from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.serving.orchestrate import (
     MOST_CHARACTERS,
     REPORTED,
@@ -35,7 +39,8 @@ from nanorchestra.serving.orchestrate import (
     orchestrated,
 )
 from nanorchestra.serving.service import REQUEST_S, Service
-from nanorchestra.tools.threads import in_thread
+from nanorchestra.tools.threads import in_daemon
+from nanorchestra.validation import validated
 
 TOOL = "ask"
 MOST_QUESTION = 100_000  # characters
@@ -43,54 +48,32 @@ SHOWN = 500  # characters of a message of progress
 THOUGHT_S = 2.0  # between two messages while the policy thinks
 SILENCE_S = 15.0  # after which a message says that a call is still at work
 SESSIONS = 1_000  # of clients at the address
-FLUSH_S = 1.0  # for the client to read the last messages
 
-ARGUMENTS = {
-    "type": "object",
-    "properties": {
-        "question": {
-            "type": "string",
-            "maxLength": MOST_QUESTION,
-            "description": "The question, whole: earlier ones are not known.",
-        },
-        "preference": {
-            "type": "string",
-            "maxLength": MOST_CHARACTERS,
-            "description": "What counts, in words ('be cheap') or weights ('cost=1 latency=0.5').",
-        },
-        "usd": {
-            "type": "number",
-            "exclusiveMinimum": 0,
-            "maximum": 1e9,
-            "description": "US dollars that the answer may cost at most.",
-        },
-        "seconds": {
-            "type": "number",
-            "exclusiveMinimum": 0,
-            "maximum": 1e9,
-            "description": "Seconds that the answer may take at most.",
-        },
-        "never": {
-            "type": "array",
-            "items": {"type": "string", "maxLength": 512},
-            "maxItems": 64,
-            "description": "Names of tools, models or kinds of tools that may not be called.",
-        },
-    },
-    "required": ["question"],
-    "additionalProperties": False,
-}
-ANSWER = {
-    "type": "object",
-    "properties": {
-        "answer": {"type": "string"},
-        "status": {"type": "string", "description": "answered, or why there is no answer"},
-        "cost_usd": {"type": "number"},
-        "latency_s": {"type": "number", "description": "seconds, as the tools count them"},
-        "calls": {"type": "object", "additionalProperties": {"type": "integer"}},
-    },
-    "required": ["answer", *REPORTED],
-}
+
+class Question(BaseModel, extra="forbid"):
+    """The arguments of the tool, as its schema shows them to a client."""
+
+    question: Annotated[str, Field(max_length=MOST_QUESTION, pattern=r"\S")] = Field(
+        description="The question, whole: earlier ones are not known."
+    )
+    preference: Annotated[str, Field(max_length=MOST_CHARACTERS)] = Field(
+        "", description="What counts, in words ('be cheap') or weights ('cost=1 latency=0.5')."
+    )
+    usd: Limit | None = Field(None, description="US dollars that the answer may cost at most.")
+    seconds: Limit | None = Field(None, description="Seconds that the answer may take at most.")
+    never: list[str] = Field(
+        [], description="Names of tools, models or kinds of tools that may not be called."
+    )
+
+
+class Answer(BaseModel):
+    """The structured content of a result."""
+
+    answer: str
+    status: str = Field(description="answered, or why there is no answer")
+    cost_usd: float
+    latency_s: float = Field(description="seconds, as the tools count them")
+    calls: dict[str, int]
 
 
 def tool_server(
@@ -111,7 +94,10 @@ def tool_server(
         f"a preference and limits. {about}"
     )
     tool = types.Tool(
-        name=TOOL, description=description, input_schema=ARGUMENTS, output_schema=ANSWER
+        name=TOOL,
+        description=description,
+        input_schema=Question.model_json_schema(),
+        output_schema=Answer.model_json_schema(),
     )
 
     async def listed(context, params):
@@ -140,10 +126,8 @@ def tool_server(
 
 def _body(arguments: Json, sampling: dict[str, float]) -> Json:
     """Returns the body of a request to NAME+tools. UserError if the arguments are wrong."""
-    check(arguments, ARGUMENTS, TOOL)
-    require(arguments["question"].strip(), f"{TOOL}: question: it is empty")
-    metadata = {name: value for name, value in arguments.items() if name != "question"}
-    messages = [{"role": "user", "content": arguments["question"]}]
+    metadata = validated(Question, arguments, TOOL).model_dump(exclude_unset=True)
+    messages = [{"role": "user", "content": metadata.pop("question")}]
     return {"messages": messages, "metadata": metadata, "ignore_eos": False, **sampling}
 
 
@@ -162,7 +146,7 @@ def _line(error: Exception) -> str:
 async def _followed(
     chunks: AsyncIterator[Json], progress: Callable[..., Awaitable[None]]
 ) -> dict[str, Any]:
-    """Returns the report of an attempt, as ANSWER says; thoughts, calls and results are told.
+    """Returns the report of an attempt, as Answer says; thoughts, calls and results are told.
 
     progress(count, total, message) sends a message.
     """
@@ -207,13 +191,14 @@ async def _followed(
 
 
 @contextmanager
-def protocol_pipes() -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def protocol_pipes() -> Iterator[tuple[BinaryIO, TextIO]]:
     """Yields stdin and stdout; for all else stdin is empty and stdout is stderr.
 
-    So neither a library nor a child process can write into the protocol.
+    So neither a library nor a child process can write into the protocol. The SDK does so while it
+    serves; a model and tools are loaded before.
     """
     sys.stdout.flush()
-    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     with open(os.devnull) as empty:
         os.dup2(empty.fileno(), 0)
     os.dup2(2, 1)
@@ -225,7 +210,7 @@ def protocol_pipes() -> Iterator[tuple[BinaryIO, BinaryIO]]:
             os.dup2(pipe.fileno(), number)
 
 
-def serve_pipes(server: Server, service: Service, pipes: tuple[BinaryIO, BinaryIO]) -> None:
+def serve_pipes(server: Server, service: Service, pipes: tuple[BinaryIO, TextIO]) -> None:
     """Serves one client until it closes stdin, or SIGTERM; what runs then ends.
 
     Raises KeyboardInterrupt after Ctrl-C.
@@ -234,47 +219,29 @@ def serve_pipes(server: Server, service: Service, pipes: tuple[BinaryIO, BinaryI
 
 
 async def _serve_pipes(server, service, stdin, stdout) -> None:
-    to_session, from_client = anyio.create_memory_object_stream(0)
-    to_client, from_session = anyio.create_memory_object_stream(0)
-    reading = anyio.CancelScope()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, reading.cancel)
-
-    async def read():
-        async with to_session:
-            with reading:
-                while line := await in_thread(stdin.readline):
-                    try:
-                        message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    except ValueError:
-                        shown = line[:80].decode(errors="replace").strip()
-                        print(f"stdin: {shown!r} is not a message of MCP", file=sys.stderr)
-                    else:
-                        await to_session.send(SessionMessage(message))
-
-    async def write():
-        async with from_session:
-            async for each in from_session:
-                text = each.message.model_dump_json(by_alias=True, exclude_unset=True)
-                try:
-                    await in_thread(_write_whole, stdout, f"{text}\n".encode())
-                except OSError:  # the client has gone
-                    reading.cancel()
-                    return
-
     try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(read)
-            group.start_soon(write)
-            await server.run(from_client, to_client, server.create_initialization_options())
-            group.cancel_scope.deadline = anyio.current_time() + FLUSH_S
+        async with stdio_server(_lines(stdin), anyio.wrap_file(stdout)) as streams:
+            await server.run(*streams, server.create_initialization_options())
+    except* BrokenPipeError:  # the client has gone
+        pass
     finally:
         service.end()
         service.close()
 
 
-def _write_whole(pipe: BinaryIO, data: bytes) -> None:
-    while data:
-        data = data[pipe.write(data) :]
+async def _lines(stdin) -> AsyncIterator[str]:
+    """Yields the lines of a pipe up to its end or SIGTERM; a thread of the SDK's could not stop."""
+    loop, lines = asyncio.get_running_loop(), asyncio.Queue()
+    loop.add_signal_handler(signal.SIGTERM, lines.put_nowait, b"")
+
+    def read():
+        for line in iter(stdin.readline, b""):
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        loop.call_soon_threadsafe(lines.put_nowait, b"")
+
+    in_daemon(read)
+    while line := await lines.get():
+        yield line.decode(errors="replace")
 
 
 class McpEndpoint:

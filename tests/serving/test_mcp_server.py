@@ -163,20 +163,21 @@ def test_a_question_is_answered_with_progress_and_nothing_else_is_on_stdout(pipe
         types.jsonrpc_message_adapter.validate_json(line, by_name=False)
     assert "noise\n" in errors.read_text() and "noise of a child" in errors.read_text()
     (tool,) = pipes.portal.call(pipes.client.list_tools).tools
-    assert "tool-da-lo" in tool.description and tool.input_schema == served.ARGUMENTS
+    assert "tool-da-lo" in tool.description and tool.input_schema["additionalProperties"] is False
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({}, "ask: 'question' is a required property"),
-        ({"question": " \n"}, "ask: question: it is empty"),
-        ({"question": "a" * 100_001}, "is too long"),
+        ({}, "ask: question is missing"),
+        ({"question": " \n"}, "ask: question is ' \\n'; string should match pattern"),
+        ({"question": "a" * 100_001}, "string should have at most 100000 characters"),
         ({"question": "who?"}, "outside the miniature's world: 'who?'; ask like "),
         ({"question": LAW, "preference": "banana=3"}, "preference: there is no banana; weights"),
-        ({"question": LAW, "usd": 0}, "ask: usd: 0 is less than or equal to the minimum of 0"),
+        ({"question": LAW, "usd": 0}, "ask: usd is 0; it should be greater than 0"),
         ({"question": LAW, "never": ["x"]}, "preference: there is no x to ban; there are tool-"),
-        ({"question": LAW, "budget": 1}, "'budget' was unexpected"),
+        ({"question": LAW, "usd": "1"}, "ask: usd is '1'; it should be a valid number"),
+        ({"question": LAW, "second": 1}, "ask: there is no second; did you mean seconds?"),
     ],
 )
 def test_wrong_arguments_are_one_line(pipes, arguments, problem):
@@ -272,7 +273,7 @@ def test_the_process_ends_while_a_call_runs(tmp_path, how, status):
     assert time.monotonic() - start < 10
     rest = [json.loads(line) for line in out.splitlines()]
     assert "result" not in rest[-1] and rest[-1].get("error", {}).get("message")
-    assert "stdin: 'hello' is not a message of MCP" in errors and "cancelled" in errors
+    assert "cancelled" in errors
     assert "Traceback" not in errors
     assert ("interrupted" in errors) == (status == 130)
 
