@@ -1,19 +1,15 @@
-"""The first day on a GPU in one command: every kernel, the engine and a GRPO step, on one card.
+"""A GPU in one command: every kernel, the engine and a GRPO step, in four minutes of an H200.
 
-    python benchmarks/gpu.py --out DIR            every part that is not done yet
-    python benchmarks/gpu.py --only decode grpo   parts whose name contains one of these, again
+    python benchmarks/gpu.py --out DIR            every part
+    python benchmarks/gpu.py --only decode grpo   parts whose name contains one of these
     python benchmarks/gpu.py --rehearse           all parts in small on the CPU
 
 It needs PyTorch, Triton, NumPy, safetensors, tokenizers and tqdm, and no network; the GRPO steps,
 which are train.py's own, need all of requirements.txt. A part runs in a process of its own with a
-limit on its time, so that a fault of the driver or too little memory ends that part alone. It is
-started only if its limit fits in the minutes of the call (`--minutes`, 9 by
-default), so a call ends in time.
+limit on its time, so that a fault of the driver or too little memory ends that part alone.
 
-All results are in DIR/gpu-CARD.json (DIR is runs/ by default), written after every part. Another
-call with the same DIR, or a copy of it on another machine with that card, goes on with the parts
-that are left, and ends with those that failed. After a change of the code, `--only` runs parts
-again, or another DIR all of them. Exit status 1 if a part has failed or was not reached.
+The results are in DIR/gpu-CARD.json (DIR is runs/ by default), written after every part; those of
+parts that are not run again stay. Exit status 1 if a part has failed.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ import subprocess
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -42,39 +37,27 @@ from benchmarks.gpu_parts import NotHereError, Part, write  # noqa: E402
 
 # What the parts import. vLLM is measured beside the project where it is.
 NEEDED = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tqdm")
-DONE = ("done", "not here")
-
-
-@dataclass(frozen=True)
-class GpuWork:
-    """The work of a part: a function in a module of gpu_parts, and its seconds at most on a GPU."""
-
-    module: str
-    function: str
-    limit: float
-
-
-# In this order: what all else rests on, and what no test on a CPU can tell. The limits of the parts
-# up to "decode" fit in one call, and those of the others in a second one.
+# Each part is a function in a module of gpu_parts. What all else rests on comes first.
 PARTS = {
-    "pointwise": GpuWork("kernels", "pointwise", 80),
-    "attention": GpuWork("kernels", "paged_attention", 60),
-    "training attention": GpuWork("kernels", "training_attention", 60),
-    "output matrix": GpuWork("kernels", "outputs", 60),
-    "quantised products": GpuWork("kernels", "quantised_products", 50),
-    "grpo 0.6b": GpuWork("training", "small", 90),
-    "decode": GpuWork("engine", "decode", 140),
-    "tokens as on the CPU": GpuWork("engine", "tokens_as_on_cpu", 60),
-    "steps": GpuWork("engine", "steps", 90),
-    "serving": GpuWork("engine", "serving", 150),
-    "grpo 4b": GpuWork("training", "large", 120),
-    "vllm": GpuWork("engine", "vllm", 120),
+    "pointwise": "kernels.pointwise",
+    "attention": "kernels.paged_attention",
+    "training attention": "kernels.training_attention",
+    "output matrix": "kernels.outputs",
+    "quantised products": "kernels.quantised_products",
+    "tokens as on the CPU": "engine.tokens_as_on_cpu",
+    "grpo 0.6b": "training.small",
+    "grpo 4b": "training.large",
+    "decode": "engine.decode",
+    "steps": "engine.steps",
+    "serving": "engine.serving",
+    "vllm": "engine.vllm",
 }
+LIMIT_S = 180.0  # of a part, which compiles its kernels; the longest took 42 on an H200
+PATIENCE = 6  # a busy machine may rehearse slowly
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the parts that are left."""
-    start = time.monotonic()
+    """Runs the parts that are asked for."""
     options = arguments(argv)
     if options.part:
         return child(options.part, options.rehearse, options.file)
@@ -86,40 +69,26 @@ def main(argv: list[str] | None = None) -> int:
     if not about_machine:
         print("gpu.py: there is no GPU here; --rehearse runs in small on the CPU", file=sys.stderr)
         return 2
+    print(", ".join(f"{name} {value}" for name, value in about_machine.items()))
 
     card = re.sub(r"nvidia|[^a-z0-9]+", "-", about_machine["card"].lower()).strip("-")
     report = options.out / f"gpu-{'rehearsal' if options.rehearse else card}.json"
     report.parent.mkdir(parents=True, exist_ok=True)
-    results = {}
-    if report.exists() and not options.rehearse:
-        results = json.loads(report.read_text())["parts"]
-    print(", ".join(f"{name} {value}" for name, value in about_machine.items()))
-
-    # A busy machine may rehearse slowly: then no limit is what is measured.
-    minutes, patience = (60.0, 6) if options.rehearse else (options.minutes, 1)
-    end = start + 60 * minutes
-    for name in parts_left(results, options.only):
-        left, limit = end - time.monotonic(), PARTS[name].limit
-        if left < limit:
-            print(f"{name}\n  not reached: it may take {limit:.0f} s, and {left:.0f} s are left")
-            results.setdefault(name, {"status": "not reached"})
-        else:
-            file = report.with_name(report.stem + "-running.json")
-            longest = min(patience * limit, left)
-            results[name] = run_part(name, options.rehearse, longest, file)
-            results[name]["machine"] = about_machine
-            file.unlink(missing_ok=True)
-        write(report, {"parts": results})
-
-    print(f"figures: {report}")
+    results = json.loads(report.read_text()) if report.exists() else {}
     wrong = []
     for name in PARTS:
-        status = status_of(results, name)
-        asked = not options.only or name in parts_left({}, options.only)
-        if asked and status not in DONE:
-            wrong.append(f"{name} ({status})")
+        if options.only and not any(word in name for word in options.only):
+            continue
+        file = report.with_name(report.stem + "-running.json")
+        result = run_part(name, options.rehearse, LIMIT_S, file)
+        file.unlink(missing_ok=True)
+        results[name] = {"machine": about_machine, **result}
+        write(report, results)
+        if result["status"] == "failed":
+            wrong.append(name)
+    print(f"figures: {report}")
     if wrong:
-        print("not done:", ", ".join(wrong))
+        print("failed:", ", ".join(wrong))
     return int(bool(wrong))
 
 
@@ -128,7 +97,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu.py")
     parser.add_argument("--rehearse", action="store_true", help="in small on the CPU")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only parts with such a name")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of this call at most")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "runs", metavar="DIR", help="results (default: runs/)"
     )
@@ -157,34 +125,13 @@ def machine(rehearse: bool) -> dict[str, str]:
     return description | dict(zip(("card", "memory", "driver", "clock"), fields, strict=True))
 
 
-def parts_left(results: dict[str, Any], only: list[str] | None) -> list[str]:
-    """Returns the parts whose name contains a word of `only`, or all that are not done.
-
-    Those that failed come last.
-    """
-    if only:
-        return [name for name in PARTS if any(word in name for word in only)]
-    left, failed = [], []
-    for name in PARTS:
-        status = status_of(results, name)
-        if status == "not reached":
-            left.append(name)
-        elif status not in DONE:
-            failed.append(name)
-    return left + failed
-
-
-def status_of(results: dict[str, Any], name: str) -> str:
-    """Returns "done", "not here", "failed" or "not reached"."""
-    return results.get(name, {}).get("status", "not reached")
-
-
 def run_part(name: str, rehearse: bool, limit: float, file: Path) -> dict[str, Any]:
     """Runs a part in a process group of its own. Returns its status, seconds and figures."""
     file.unlink(missing_ok=True)
     command = [sys.executable, str(Path(__file__).resolve()), "--part", name, "--file", str(file)]
     environment = dict(os.environ)
     if rehearse:
+        limit *= PATIENCE
         command.append("--rehearse")
         environment |= {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1"}
     print(f"{name}", flush=True)
@@ -215,12 +162,12 @@ def run_part(name: str, rehearse: bool, limit: float, file: Path) -> dict[str, A
 
 def child(name: str, rehearse: bool, file: Path) -> int:
     """Runs one part here. Returns the exit status of its process."""
-    work = PARTS[name]
+    module, function = PARTS[name].split(".")
     try:
         if rehearse:
             import_module("benchmarks.gpu_parts.interpreter")
-        module = import_module(f"benchmarks.gpu_parts.{work.module}")
-        getattr(module, work.function)(Part(rehearse, file))
+        work = getattr(import_module(f"benchmarks.gpu_parts.{module}"), function)
+        work(Part(rehearse, file))
     except NotHereError as error:
         print(error, file=sys.stderr)
         return 3
