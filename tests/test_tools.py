@@ -128,7 +128,7 @@ def test_headers_come_from_the_environment_and_reach_no_message(load, server, mo
 
 def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server, monkeypatch):
     monkeypatch.setenv("TAVILY_API_KEY", "tvly")
-    prices = {"usd_per_search": 0.03, "usd_per_page": 0.01, "pages": 2, "base_url": server.url}
+    prices = {"usd_per_call": 0.05, "base_url": server.url}
     web = WEB | prices
     experts = {"mine": MINE | {"max_tokens": 1000}}
     tools = load(
@@ -152,9 +152,9 @@ def test_web_search_asks_the_address_of_its_entry(load, server, monkeypatch, tmp
         server.answer = lambda body, hit=hit: {"results": [hit]}
         for _ in range(2):
             assert f"of {path}" in tool.call({"query": "q"}).content
-    assert len(server.bodies) == 4  # a search and its pages, at two addresses
+    assert len(server.bodies) == 2
     stored = [read_json(file)["url"] for file in (tmp_path / "cache").glob("*/*/request.json")]
-    assert len(set(stored)) == 4
+    assert len(set(stored)) == 2
 
 
 def test_an_endpoint_has_so_many_calls_at_once_as_it_says(load, server):

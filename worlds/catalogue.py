@@ -211,7 +211,7 @@ class SimulatedModel(Expert):
 class SimulatedSearch(Tool):
     """A search with nothing behind it, for a role without one: a page with an answer to the task.
 
-    The answer is right with the probability SEARCH_SKILL. A call costs what Tavily's search does.
+    The answer is right with the probability SEARCH_SKILL. A call has the published price of one.
     """
 
     task: Task

@@ -100,8 +100,7 @@ class Web(ToolEntry, total=False):
     cache: Text
     pages: Annotated[int, Field(strict=True, ge=1, le=20)]
     offline: Flag
-    usd_per_search: Usd
-    usd_per_page: Usd
+    usd_per_call: Usd
     timeout_s: Seconds
     base_url: Url
 

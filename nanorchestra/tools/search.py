@@ -1,12 +1,10 @@
-"""Searches the web by Tavily, and reads the best pages.
+"""Searches the web by Tavily, which reads the best pages in the same request.
 
-A reply that is recorded keeps its price and latency, so that a run repeats itself. All equal
-queries have the same reply, as nothing is sampled. The API key comes from the environment and
-reaches no message and no file.
+All equal queries of a recording have the same reply, as nothing is sampled. The API key comes from
+the environment and reaches no message and no file.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nanorchestra.errors import UserError, require
@@ -26,7 +24,7 @@ MIN_CHARS = 100  # of a page; a shorter one is replaced by the excerpts of the s
 
 @dataclass
 class WebSearch(Tool):
-    """Documents of the web for a query. Prices are Tavily's, in USD.
+    """Documents of the web for a query. The price is that of an advanced search, 2 credits.
 
     `cache` is a directory of recorded replies of this tool alone, beside those of the run; ""
     none. `offline`: nothing but its replies is read. `base_url` is the address of Tavily, or of a
@@ -38,8 +36,7 @@ class WebSearch(Tool):
     cache: str = ""
     pages: int = 5
     offline: bool = False
-    usd_per_search: float = 0.01
-    usd_per_page: float = 0.002
+    usd_per_call: float = 0.016
     timeout_s: float = 60.0
     base_url: str = TAVILY
     spending: Spending = field(default_factory=Spending)
@@ -62,74 +59,30 @@ class WebSearch(Tool):
         """Returns the names under which searches of the web can be banned."""
         return super().ban_names(arguments) | {"web", "web search"}
 
-    @property
-    def prices(self) -> dict[str, float]:
-        """The US dollars of a search, and of a page that is read."""
-        return {"search": self.usd_per_search, "page": self.usd_per_page}
-
-    def most_usd(self, arguments: Json) -> float:
-        """Returns the US dollars of a search whose pages are all read."""
-        return self.usd_per_search + self.usd_per_page * self.pages
-
     def call(self, arguments: Json) -> ToolResult:
         """Returns the best documents, best first: title, address, score, text."""
-        query = arguments["query"].strip()[:QUERY_CHARS]
-        body = {"query": query, "search_depth": "advanced", "max_results": 20}
-        body["chunks_per_source"] = 3
-        most = self.most_usd(arguments)  # its pages are to be paid, too
-
-        def found_usd(found: Reply) -> float:
-            return self.usd_per_search if found.begun else 0.0
-
-        found = self._ask("search", body, most, found_usd)
-        seconds = found.seconds
-        if found.problem:
-            return ToolResult(
-                f"Error: {self.name}: {found.problem}",
-                found_usd(found),
-                latency_s=seconds,
-                error=True,
-                infrastructure=not found.bad_request,
-                retries=found.retries,
-                waited_s=found.waited,
-            )
-        hits = found.content
-        hits = hits[: self.pages]  # best first
-        if not hits:
-            return ToolResult("nothing found", self.usd_per_search, seconds)
-        body = {"urls": [h["url"] for h in hits], "extract_depth": "advanced", "format": "text"}
-
-        def read_usd(read: Reply) -> float:
-            """Returns the price of the pages that came, or of all where that cannot be read."""
-            came = len(hits) if read.problem else len(read.content)
-            return self.usd_per_page * min(came, len(hits)) if read.begun else 0.0
-
-        read = self._ask("extract", body, self.usd_per_page * len(hits), read_usd)
-        note = f"\n\n(excerpts only; pages were not read: {read.problem})" if read.problem else ""
-        pages = (read.content or [])[: len(hits)]
-        texts = {page["url"]: page.get("raw_content") or "" for page in pages}
-        documents = []
-        for hit in hits:
-            text = texts.get(hit["url"], "")
-            text = text if len(text) > MIN_CHARS else hit.get("content") or text
-            score = hit.get("score") or 0.0
-            head = f"{hit.get('title') or ''}\n{hit['url']} (score {score:.2f})"
-            documents.append(f"{head}\n{text[:PAGE_CHARS]}")
-        usd = self.usd_per_search + read_usd(read)
-        content = "\n\n".join(documents) + note
-        best_last = {"documents": documents[::-1]}
+        found = self._found(arguments["query"].strip()[:QUERY_CHARS])
+        documents = [_document(hit) for hit in (found.content or [])[: self.pages]]
+        text = "\n\n".join(documents) or "nothing found"
         return ToolResult(
-            content,
-            usd,
-            seconds + read.seconds,
-            retries=found.retries + read.retries,
-            findings=best_last,
-            waited_s=found.waited + read.waited,
+            f"Error: {self.name}: {found.problem}" if found.problem else text,
+            self._usd(found),
+            found.seconds,
+            error=bool(found.problem),
+            infrastructure=not found.final,
+            retries=found.retries,
+            findings={"documents": documents[::-1]} if documents else {},
+            waited_s=found.waited,
         )
 
-    def _ask(self, path: str, body: Json, most_usd: float, bill: Callable[[Reply], float]) -> Reply:
-        """Returns the reply to a request, with its results as content; it costs `bill(reply)`."""
-        url = f"{self.base_url.rstrip('/')}/{path}"
+    def _usd(self, found: Reply) -> float:
+        return self.usd_per_call if found.begun else 0.0
+
+    def _found(self, query: str) -> Reply:
+        """Returns the reply to a query, with its results as content."""
+        url = f"{self.base_url.rstrip('/')}/search"
+        body = {"query": query, "search_depth": "advanced", "chunks_per_source": 3}
+        body |= {"max_results": self.pages, "include_raw_content": "text"}
         request = {"url": url, "body": body}
 
         def ask() -> Reply:
@@ -137,7 +90,7 @@ class WebSearch(Tool):
             return Reply(reply["results"], (0, 0), *spent)
 
         def paid() -> Reply:
-            return self.spending.pay(ask, most_usd, bill, self.name)
+            return self.spending.pay(ask, self.usd_per_call, self._usd, self.name)
 
         def cached() -> Reply:
             if self._cached is None:
@@ -150,3 +103,11 @@ class WebSearch(Tool):
                 return Reply(problem=problem, bad_request=self.offline)
 
         return self.spending.recorded(request, cached, self.timeout_s, shared=True)
+
+
+def _document(hit) -> str:
+    """Returns a result as a document: its page, or the excerpts where that was not read."""
+    page = hit.get("raw_content") or ""
+    text = page if len(page) > MIN_CHARS else hit.get("content") or page
+    head = f"{hit.get('title') or ''}\n{hit['url']} (score {hit.get('score') or 0.0:.2f})"
+    return f"{head}\n{text[:PAGE_CHARS]}"

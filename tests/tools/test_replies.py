@@ -220,7 +220,7 @@ def test_web_search_is_recorded_beside_its_own_cache(server, tmp_path, monkeypat
             results.append(recorder.call({"query": "q"}))
             assert recorder.spending.spent == 0, "the cache has it"
     asked = len(server.bodies)
-    assert asked == 2
+    assert asked == 1
     monkeypatch.delenv("TAVILY_API_KEY")
     results.append(web(f"replay:{tmp_path / 'kept'}").call({"query": "q"}))
     assert results == results[:1] * 4 and len(server.bodies) == asked
