@@ -95,11 +95,9 @@ class Search(ToolEntry, total=False):
 
 
 class Web(ToolEntry, total=False):
-    """Search in the web; `cache` is a directory of recorded replies."""
+    """Search in the web."""
 
-    cache: Text
     pages: Annotated[int, Field(strict=True, ge=1, le=20)]
-    offline: Flag
     usd_per_call: Usd
     timeout_s: Seconds
     base_url: Url

@@ -140,15 +140,6 @@ class ReplyStore:
         self._asking: dict[Path, threading.Lock] = {}
         self._outside = RequestCounts(0)  # of requests that no attempt makes
 
-    def make(self) -> "ReplyStore":
-        """Makes the directory, so that a wrong one is known at the start. UserError."""
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problem = f"{self.directory}, no directory that can be made ({error.strerror})"
-            raise UserError(problem) from None
-        return self
-
     def reply(
         self, request: Json, ask: Callable[[], Reply], wait_s: float, shared: bool = False
     ) -> Reply:
@@ -197,10 +188,12 @@ def store_of(word: str, where: str) -> ReplyStore | None:
         f"{where} is {word!r}; it must be simulated, real, record:DIR or replay:DIR",
     )
     if kind == "record":
-        try:
-            return ReplyStore(directory).make()
-        except UserError as error:
-            raise UserError(f"{where}: DIR is {error}") from None
+        try:  # a wrong one is known at the start
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"{directory}, no directory that can be made ({error.strerror})"
+            raise UserError(f"{where}: DIR is {problem}") from None
+        return ReplyStore(directory)
     require(
         any(Path(directory).glob("??/*/*.json")),
         f"{where}: {directory} holds no recorded replies; record:DIR writes them",
@@ -238,6 +231,6 @@ def _excerpt(request) -> str:
     """Returns who is asked and the end of what, in one line."""
     body = request["body"]
     said = body["messages"][-1].get("content") if body.get("messages") else None
-    text = " ".join(str(said or body.get("query") or body.get("urls") or "").split())
+    text = " ".join(str(said or body.get("query") or "").split())
     who = f"{body['model']} at {request['url']}" if "model" in body else request["url"]
     return f"{who}: {text[:EXCERPT]!r}"

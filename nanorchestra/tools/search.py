@@ -7,12 +7,12 @@ the environment and reaches no message and no file.
 import os
 from dataclasses import dataclass, field
 
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import SHAPES, Json, arguments_schema
 from nanorchestra.tools.http import post
 from nanorchestra.tools.limits import Tool
-from nanorchestra.tools.replies import ReplayError, Reply, ReplyStore
+from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 
 TAVILY = "https://api.tavily.com"
@@ -26,16 +26,13 @@ MIN_CHARS = 100  # of a page; a shorter one is replaced by the excerpts of the s
 class WebSearch(Tool):
     """Documents of the web for a query. The price is that of an advanced search, 2 credits.
 
-    `cache` is a directory of recorded replies of this tool alone, beside those of the run; ""
-    none. `offline`: nothing but its replies is read. `base_url` is the address of Tavily, or of a
-    server that answers as Tavily does. UserError without a key, unless nothing is asked.
+    `base_url` is the address of Tavily, or of a server that answers as Tavily does. UserError
+    without a key, but in a replay, which asks nothing.
     """
 
     name: str
     description: str
-    cache: str = ""
     pages: int = 5
-    offline: bool = False
     usd_per_call: float = 0.016
     timeout_s: float = 60.0
     base_url: str = TAVILY
@@ -45,15 +42,10 @@ class WebSearch(Tool):
     parameters = arguments_schema(query="string")
 
     def __post_init__(self) -> None:
-        require(self.cache or not self.offline, f"{self.name}: offline needs a cache to read")
         replies = self.spending.replies
-        asks = not self.offline and (replies is None or replies.asks)
-        problem = f"{self.name}: the environment variable {KEY_VARIABLE} is not set; set it, or"
-        require(not asks or os.environ.get(KEY_VARIABLE), f"{problem} offline = true")
-        try:
-            self._cached = ReplyStore(self.cache, not self.offline).make() if self.cache else None
-        except UserError as error:
-            raise UserError(f"{self.name}: cache is {error}") from None
+        asks = replies is None or replies.asks
+        problem = f"{self.name}: the environment variable {KEY_VARIABLE} is not set"
+        require(not asks or os.environ.get(KEY_VARIABLE), problem)
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which searches of the web can be banned."""
@@ -83,7 +75,6 @@ class WebSearch(Tool):
         url = f"{self.base_url.rstrip('/')}/search"
         body = {"query": query, "search_depth": "advanced", "chunks_per_source": 3}
         body |= {"max_results": self.pages, "include_raw_content": "text"}
-        request = {"url": url, "body": body}
 
         def ask() -> Reply:
             reply, spent = post(url, body, SHAPES["tavily"], KEY_VARIABLE, self.timeout_s)
@@ -92,17 +83,8 @@ class WebSearch(Tool):
         def paid() -> Reply:
             return self.spending.pay(ask, self.usd_per_call, self._usd, self.name)
 
-        def cached() -> Reply:
-            if self._cached is None:
-                return paid()
-            try:
-                return self._cached.reply(request, paid, self.timeout_s, shared=True)
-            except ReplayError as error:
-                missing = "offline, and this query has no stored reply; use another tool"
-                problem = missing if self.offline else str(error)
-                return Reply(problem=problem, bad_request=self.offline)
-
-        return self.spending.recorded(request, cached, self.timeout_s, shared=True)
+        request = {"url": url, "body": body}
+        return self.spending.recorded(request, paid, self.timeout_s, shared=True)
 
 
 def _document(hit) -> str:

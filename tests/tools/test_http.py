@@ -304,9 +304,9 @@ def test_a_call_that_raises_keeps_no_reservation():
     assert spending.spent == 0.0 and not spending.refused
 
 
-def test_scores_of_a_search_are_numbers_or_nothing(server, monkeypatch, tmp_path):
+def test_scores_of_a_search_are_numbers_or_nothing(server, monkeypatch):
     monkeypatch.setenv("TAVILY_API_KEY", KEY)
-    web = WebSearch("web", "", str(tmp_path), base_url=server.url)
+    web = WebSearch("web", "", base_url=server.url)
     for number, score in enumerate(("1" + "0" * 400, "NaN", "0.5")):
         hits = f'{{"results": [{{"url": "u", "content": "text", "score": {score}}}]}}'
         server.answer = lambda body, hits=hits: hits.encode()

@@ -205,26 +205,26 @@ def test_a_wrong_word_or_directory_is_one_line(tmp_path):
             store_of(word, "task.experts")
 
 
-def test_web_search_is_recorded_beside_its_own_cache(server, tmp_path, monkeypatch):
+def test_all_attempts_of_a_recording_have_the_same_page_of_the_web(server, tmp_path, monkeypatch):
     monkeypatch.setenv("TAVILY_API_KEY", KEY)
     server.answer = lambda body: {"results": [{"url": "http://a", "raw_content": "p" * 200}]}
 
-    def web(word, **settings):
-        return WebSearch("web", "", base_url=server.url, spending=spending(word), **settings)
+    def web(word):
+        word = f"{word}:{tmp_path / 'kept'}"
+        return WebSearch("web", "", base_url=server.url, spending=spending(word))
 
-    cache, asked = str(tmp_path / "cache"), []
-    results = [web("real", cache=cache).call({"query": "q"})]
-    for seed in (1, 2):  # all attempts have the same page, as nothing is sampled
+    results = []
+    for seed in (1, 2):
         with in_attempt(seed):
-            recorder = web(f"record:{tmp_path / 'kept'}", cache=cache)
+            recorder = web("record")
             results.append(recorder.call({"query": "q"}))
-            assert recorder.spending.spent == 0, "the cache has it"
-    asked = len(server.bodies)
-    assert asked == 1
+            assert recorder.spending.spent == (0.016 if seed == 1 else 0), "it is paid for once"
     monkeypatch.delenv("TAVILY_API_KEY")
-    results.append(web(f"replay:{tmp_path / 'kept'}").call({"query": "q"}))
-    assert results == results[:1] * 4 and len(server.bodies) == asked
-    missing = web(f"replay:{tmp_path / 'kept'}")
+    results.append(web("replay").call({"query": "q"}))
+    assert results == results[:1] * 3 and len(server.bodies) == 1
+    kept = [file.read_text() for file in (tmp_path / "kept").glob("*/*/*")]
+    assert len(kept) == 2 and KEY not in "".join(kept), "a request, and its reply"
+    missing = web("replay")
     assert missing.call({"query": "z"}).infrastructure
     assert "/search: 'z'" in missing.spending.broken
 
