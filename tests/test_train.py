@@ -208,7 +208,7 @@ def test_a_run_is_resumed_by_its_name(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="nanno: no such run; .*; did you mean nano?"):
         program.parse(["--resume", "nanno"])
     with pytest.raises(
-        UserError, match="cannot change run.seed, config, only run.checkpoint_every"
+        UserError, match="cannot change run.seed, --config, only run.checkpoint_every"
     ):
         program.parse(["--resume", "nano", "--run.seed", "1", "--config", "base"])
 

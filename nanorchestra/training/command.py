@@ -44,8 +44,8 @@ class Options:
 
 def parse(words: list[str], description: str | None = None) -> Options:
     """Returns the options, with all settings. UserError."""
-    names = Options.__annotations__
-    # The config of these options has the defaults of the others.
+    names = Options.__annotations__  # for nearest names, beside the settings
+    # They are read once for the config that they name, and again with its values as defaults.
     first, _ = settings.read(Options, words, names, add_help=False, return_unknown_args=True)
     run = Run.open(_run_named(first.resume)).path / "config.toml" if first.resume else None
     preset = settings.load_config(run or first.config)
@@ -63,10 +63,13 @@ def parse(words: list[str], description: str | None = None) -> Options:
     if options.resume:
         before, now = preset.values(), options.settings.values()
         fixed = [name for name in now if now[name] != before[name] and name not in RESUMABLE]
-        fixed += ["config"] * (options.config != "nano") + ["dry_run"] * options.dry_run
+        if options.config != "nano":
+            fixed.append("--config")
+        if options.dry_run:
+            fixed.append("--dry-run")
         require(
             not fixed,
-            f"--resume continues with the run's own config.toml; it cannot change "
+            "--resume continues with the run's own config.toml; it cannot change "
             f"{', '.join(fixed)}, only {', '.join(RESUMABLE)}",
         )
     return options
