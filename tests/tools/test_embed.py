@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import faiss
 import numpy as np
@@ -94,6 +95,30 @@ def test_a_tool_searches_on_the_gpu_of_its_rank_from_any_thread(
         result = pool.submit(tool.call, {"query": "gold"}).result()
     assert result.content in ("Gold has 79.", "Iron has 26.") and not result.error
     assert used == [3] and torch.cuda.current_device() == 3
+
+
+def test_faiss_holds_the_vectors_on_the_gpu_of_the_embedder(
+    checkpoint, tmp_path, gpus, monkeypatch
+):
+    corpus, asked = tmp_path / "corpus.jsonl", []
+    corpus.write_text('{"text": "Gold has 79."}\n{"text": "Iron has 26."}\n')
+    build_index(corpus, tmp_path / "index", str(checkpoint))
+
+    def index_cpu_to_gpu(resources, device, index, options):
+        asked.append((device, torch.cuda.current_device(), options.useFloat16))
+        if len(asked) == 2:
+            raise RuntimeError("alloc fail:\n trying to allocate 344 GB")
+        return index
+
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 4)
+    monkeypatch.setattr(faiss, "GpuClonerOptions", SimpleNamespace, raising=False)
+    monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
+    monkeypatch.setattr(faiss, "index_cpu_to_gpu", index_cpu_to_gpu, raising=False)
+    assert len(open_index(tmp_path / "index", "cuda:3").search("gold", 2)) == 2
+    with pytest.raises(UserError, match=r"cuda:1 cannot hold the vectors \(alloc .* --device cpu"):
+        open_index(tmp_path / "index", "cuda:1")
+    assert asked == [(3, 3, True), (1, 1, True)]
+    assert len(open_index(tmp_path / "index", "cpu").search("gold", 2)) == len(asked) == 2
 
 
 def test_a_device_that_is_not_there_is_one_line(monkeypatch):
