@@ -9,6 +9,7 @@ a directory, and its `open_index` opens it. A `RemoteIndex` asks a search server
 import re
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,7 @@ RANK = "SELECT -rank, rowid FROM passages WHERE passages MATCH ? ORDER BY rank, 
 QUERY_CHARS = 8_000  # of a query; what is beyond them is cut
 QUERY_WORDS = 64  # of a query: the time of a search grows with the square of their number
 TIMEOUT_S = 60.0  # of a question to a server, retries included; of waiting for a local index
+STEPS = 10_000  # of SQLite, some milliseconds, between two looks at the clock
 ADDRESS = re.compile(r"https?://[^\s/@?#]+/?")
 # A word, but none of the commonest of English (Lucene's list): they find nearly every passage.
 WORD = re.compile(
@@ -96,7 +98,7 @@ class Index:
     def search_all(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Returns what `search` does, for each query; vectors of all are computed together.
 
-        TimeoutError if other threads search all the time.
+        TimeoutError if other threads search all the time, or if it takes too long itself.
         """
         queries = [whole_characters(query[:QUERY_CHARS]) for query in queries]
         if not self._lock.acquire(timeout=TIMEOUT_S):
@@ -115,7 +117,14 @@ class Index:
 
     def _rank_all(self, queries, k) -> list[list[tuple[float, int]]]:
         """Returns (score, row of the database) of the best passages for each query."""
-        return [self._database.execute(RANK, (match(query), k)).fetchall() for query in queries]
+        end = time.monotonic() + TIMEOUT_S
+        self._database.set_progress_handler(lambda: time.monotonic() > end, STEPS)
+        try:
+            return [self._database.execute(RANK, (match(query), k)).fetchall() for query in queries]
+        except sqlite3.OperationalError as error:
+            raise TimeoutError(f"SQLite has not found passages ({error})") from None
+        finally:
+            self._database.set_progress_handler(None, STEPS)
 
 
 def match(query: str) -> str:

@@ -96,6 +96,15 @@ def test_a_query_of_a_megabyte_is_cut_and_ends():
     assert time.monotonic() - start < 2
 
 
+def test_a_search_that_takes_too_long_ends(monkeypatch):
+    index = Index.of(Passage(f"gold {i}") for i in range(10_000))
+    monkeypatch.setattr(index_module, "TIMEOUT_S", 0.001)
+    with pytest.raises(TimeoutError, match="has not found passages .interrupted"):
+        index.search("gold")
+    monkeypatch.setattr(index_module, "TIMEOUT_S", 60.0)
+    assert index.search("gold")
+
+
 def test_a_python_without_fts5_is_one_line(monkeypatch):
     class Connection(sqlite3.Connection):
         def execute(self, *arguments):
