@@ -34,13 +34,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanorchestra import SamplingParams
+from nanorchestra import SamplingParams, formats
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import append_line
-from nanorchestra.formats.load import load_rollout
+from nanorchestra.formats.load import load_rollout, with_chat
 from nanorchestra.model.checkpoint import NANO, read_config, read_sampling
-from nanorchestra.model.hub import Source, fetch_model, local_model
 from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
@@ -290,8 +289,8 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     if options.replay:
         there = options.model and not is_endpoint(options.model)
-        model = local_model(options.model) if there else NANO
-        show_again(options.replay, Tokenizer.from_dir(model))
+        model = formats.open(options.model) if there else NANO
+        show_again(options.replay, with_chat(Tokenizer.from_dir(model), model))
         return 0
     if not options.mcp:
         return play(options)
@@ -307,10 +306,9 @@ def main(arguments: list[str]) -> int:
 
 
 def local_rollout(
-    options: argparse.Namespace, source: Source, sampling: Json, world: OpenQuestions
+    options: argparse.Namespace, model: Path, sampling: Json, world: OpenQuestions
 ) -> tuple[Rollout, str]:
     """Returns the rollout of a checkpoint of this machine, and a line about it. UserError."""
-    model = source.path
     context = read_config(model).max_position_embeddings
     limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
     if knows_only_miniature(model):  # whatever else it is asked, it babbles
@@ -332,7 +330,7 @@ def local_rollout(
     )
     weight = rollout.engine.model.embed_tokens.weight
     where = f"{weight.dtype} on {weight.device}".removeprefix("torch.")
-    return rollout, f"{source.name}, {where}, context {context}, {sampling_in_words(sampling)}"
+    return rollout, f"{options.model}, {where}, context {context}, {sampling_in_words(sampling)}"
 
 
 def play(options: argparse.Namespace, pipes: Any = None) -> int:
@@ -346,12 +344,12 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
     require(remote or not re.search(r"@[\w.-]+:\d+(/|$)", options.model), right)
     if remote:
         policy = endpoint_of(options)
-        title = policy.base.partition("@")[0]
+        title, model = policy.base.partition("@")[0], None
         sampling = {"temperature": policy.settings["temperature"], "top_p": 1.0, "top_k": 0}
     else:
-        source = fetch_model(options.model)
-        title = source.title
-        sampling = read_sampling(source.path)
+        title, options.model = formats.title(options.model), formats.pinned(options.model)
+        model = formats.open(options.model)
+        sampling = read_sampling(model)
         for name in sampling:
             if getattr(options, name) is not None:
                 sampling[name] = getattr(options, name)
@@ -359,14 +357,13 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
     with Sandbox() as sandbox:
         replies = store_of(options.experts, "--experts")
         spending = Spending(replies=replies)
-        model = None if remote else source.path
         world = questions_of(model, options.tools, options.index, sandbox, spending)
         if remote and title.endswith(SERVED):
             world = OpenQuestions([])  # it has tools of its own
         if remote:
             rollout, about = policy.load(spending, 1), told(policy)
         else:
-            rollout, about = local_rollout(options, source, sampling, world)
+            rollout, about = local_rollout(options, model, sampling, world)
         if not rollout.tokenizer.markers:
             world = OpenQuestions([])
         rollout.survives_failures = True  # a person would rather have an answer without that expert

@@ -41,12 +41,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanorchestra import formats
 from nanorchestra.agent.attempts import Player
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.world import World, demonstrates
 from nanorchestra.config import DRAFT, Config
 from nanorchestra.errors import INTERRUPTED, command, require
-from nanorchestra.formats.load import open_model
+from nanorchestra.formats.load import fetch, open_model
 from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.lora import save_adapter
 from nanorchestra.schemas import Json
@@ -102,9 +103,11 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     spending = Spending.of_rank(run.folder.path / "spent", ranks.rank, ranks.world_size)
     world = open_world(run.config.task, run.config.run.seed, sandbox, spending)
     run.with_steps(world.size("train"))  # grpo.epochs becomes grpo.steps
-    config = run.with_model()  # a hub id gets its commit, once the model is on every node
+    config = run.config
     if config.model.path == DRAFT:  # config.toml keeps the word
         config = config.replace({"model.path": str(write_draft(run, world))})
+    else:  # a hub id gets its commit, so that the run goes on with it
+        config = run.with_model(fetch(config.model.path, ranks))
     grpo, rollout = config.grpo, config.rollout
 
     _, dtype = device_and_dtype(config)
@@ -517,7 +520,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments, __doc__)
     config, path, resumed = choose_run(options)
     if options.plan:
-        text, fits = plan(config, options.gpus, options.memory or None, options.gpu)
+        text, fits = plan(config, options.gpus, options.memory or None, options.gpu, formats.open)
         print(text)
         return 0 if fits else 1
 

@@ -206,9 +206,9 @@ def main() -> int:
         figures = theirs(options) if options.micro_batch else ours(options)
         print("\n" + json.dumps(figures), flush=True)
         return 0
-    from nanorchestra.model.hub import local_model
+    from nanorchestra import formats
 
-    options.model = str(local_model(options.model))
+    options.model = str(formats.open(options.model))
     trl = HOME / "bin" / "python"
     if not trl.exists():
         print(f"{HOME} has no environment; {__file__} says how to make it", file=sys.stderr)

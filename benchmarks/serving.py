@@ -34,8 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.engine import machine, sampling  # noqa: E402
 from benchmarks.peers import python_of  # noqa: E402
-from nanorchestra import Engine, load_model, pack  # noqa: E402
-from nanorchestra.model.hub import local_model  # noqa: E402
+from nanorchestra import Engine, formats, load_model, pack  # noqa: E402
 
 STREAMS, TOKENS, PROMPT, FIRSTS = 64, 256, 100, 20
 START_S = 180  # seconds at most until a server answers
@@ -184,7 +183,7 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=Path("runs/peers"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    options.model = local_model(options.model)
+    options.model = formats.open(options.model)
     torch.set_num_threads(1)
     path = str(options.model)
     commands = {"server": [sys.executable, "serve.py", "--http", "--model", path]}

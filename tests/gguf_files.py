@@ -21,11 +21,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 # The bytes of a block that hold half-precision scales, where the package cannot quantise
-SCALES = {
-    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-    "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,), "IQ1_S": (0,),
-    "IQ4_NL": (0,), "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (),
-}  # fmt: skip
+SCALES = {"Q4_K": (0, 2), "Q6_K": (208,)}
 
 
 def architecture_of(model: Qwen3) -> str:
@@ -113,10 +109,6 @@ def quantised(numbers, kind, rng) -> tuple[np.ndarray, GGMLQuantizationType]:
     for at in SCALES[kind]:
         scales = rng.uniform(0.0001, 0.001, blocks.shape[:2]).astype(np.float16)
         blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
-    if kind == "IQ1_M":  # the scale lies in the highest four bits of four words
-        words = blocks[..., 48:].view(np.uint16)
-        words &= 0x0FFF
-        words[..., 3] |= 0x1000
     return blocks.reshape(len(numbers), -1), dtype
 
 
@@ -126,7 +118,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, pre: str, vocab_size: int) -> dict:
     added = tokenizer.backend.get_added_tokens_decoder()
     texts = {i: token for token, i in tokenizer.backend.get_vocab(True).items()}
     types = {i: 3 if token.special else 4 for i, token in added.items()}
-    ids = range(vocab_size)
+    ids, own = range(vocab_size), tokenizer.own_chat
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -134,8 +126,6 @@ def tokenizer_metadata(tokenizer: Tokenizer, pre: str, vocab_size: int) -> dict:
         "tokenizer.ggml.token_type": [types.get(i, 1 if i in texts else 5) for i in ids],
         "tokenizer.ggml.merges": [" ".join(merge) for merge in backend["model"]["merges"]],
         "tokenizer.ggml.eos_token_id": tokenizer.im_end,
-        "tokenizer.chat_template": tokenizer.template,
-        "tokenizer.ggml.bos_token_id": None
-        if tokenizer.bos is None
-        else tokenizer.token_id(tokenizer.bos),
+        "tokenizer.chat_template": own and own.template,
+        "tokenizer.ggml.bos_token_id": tokenizer.token_id(own.bos) if own and own.bos else None,
     }

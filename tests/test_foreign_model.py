@@ -15,7 +15,7 @@ from foreign_tokenizers import make_foreign
 import serve
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
-from nanorchestra.formats.load import load_rollout
+from nanorchestra.formats.load import load_rollout, with_chat
 from nanorchestra.model import chat
 from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.qwen3 import Qwen3
@@ -28,9 +28,8 @@ from nanorchestra.training.distributed import Ranks
 @pytest.fixture
 def checkpoint(make_nano, tmp_path) -> Path:
     """A model that babbles, with a tokenizer and a template as SmolLM2 has them."""
-    tokenizer = Tokenizer.from_dir(
-        make_foreign("smollm2", tmp_path / "tokenizer", chat_templates.SMOLLM2)
-    )
+    directory = make_foreign("smollm2", tmp_path / "tokenizer", chat_templates.SMOLLM2)
+    tokenizer = with_chat(Tokenizer.from_dir(directory), directory)
     model = Qwen3(replace(make_nano().config, eos_token_ids=tokenizer.eos_ids))
     model.init_weights(0)
     save_checkpoint(model, tokenizer, tmp_path / "model", dtype=torch.float32)
@@ -51,7 +50,7 @@ def command_line(monkeypatch, capsys):
 
 def test_the_terminal_chats_and_each_prompt_is_the_templates(checkpoint, command_line):
     """The second prompt holds the first question with its answer, as the template writes them."""
-    tokenizer = Tokenizer.from_dir(checkpoint)
+    tokenizer = with_chat(Tokenizer.from_dir(checkpoint), checkpoint)
     arguments = ("--model", checkpoint, "--json", "--temperature", "0.5")
     _, out, err = command_line(*arguments, typed="hi\nwhy\n")
     first, second = map(json.loads, out.splitlines())

@@ -39,8 +39,9 @@ BELOW["docs"] = BELOW["worlds"] | {"worlds"} | COMMANDS
 
 OUTSIDE = "tests/", "benchmarks/", "examples/"  # examples are programs of users
 OPTIONAL = {"gguf", "huggingface_hub", "litellm", "tau2"}
-# They bring jinja2, which few models need, and mcp, which a catalogue with MCP servers needs.
-LAZY = {"nanorchestra.model.template", "nanorchestra.tools.mcp"}
+# They bring huggingface_hub, gguf, jinja2 and mcp, which few models and catalogues need.
+DOORS = {f"nanorchestra.formats.{name}" for name in ("hub", "gguf", "template")}
+LAZY = DOORS | {"nanorchestra.tools.mcp"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
 TORCH_FREE = (
     "engine.scheduler",

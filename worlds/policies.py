@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from nanorchestra import formats
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.agent.policy import EndpointRollout
@@ -22,7 +23,6 @@ from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import merge, read_toml
 from nanorchestra.formats.load import load_rollout
 from nanorchestra.model.checkpoint import NANO, read_config, read_sampling
-from nanorchestra.model.hub import is_model, local_model, names_model
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task
 from nanorchestra.schemas import Json
@@ -122,9 +122,9 @@ def parse(text: str, routers: Collection[str], option: str = "--policy") -> Poli
         words = [*routers, ROUTERS] if routers else []
         known = ", ".join(["a checkpoint", "a hub id", "MODEL@URL", *words])
         unknown = f"{where}: {base} is none of {known}{_nearest(base, words)}"
-        require(names_model(base), unknown)
-        path = local_model(base)
-        require(is_model(path), unknown)
+        is_other = Path(base).is_dir() and not (Path(base) / "config.json").exists()
+        require(formats.names_model(base) and not is_other, unknown)
+        path = formats.open(base)
         settings |= checkpoint_settings(path)
         base = str(path)
     for change in changes:

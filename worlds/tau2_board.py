@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from nanorchestra import formats
 from nanorchestra.errors import UserError, require
-from nanorchestra.model.hub import find
 from nanorchestra.records import Price
 from nanorchestra.schemas import Json
 from nanorchestra.serving.http import Server
@@ -283,7 +283,7 @@ def _asked(policy: Policy, parallel: int) -> Iterator[tuple[str, Json]]:
             _check_answers("--policy", model, arguments)
             yield model, arguments
         return
-    name = find(CHANGE.split(policy.text)[0]).title
+    name = formats.title(CHANGE.split(policy.text)[0])
     sampling = {name: policy.settings[name] for name in SAMPLING}
     arguments |= {"top_p": sampling["top_p"], "max_tokens": policy.settings["turn_tokens"]}
     key = secrets.token_urlsafe(24)

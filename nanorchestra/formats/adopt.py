@@ -29,6 +29,7 @@ from pathlib import Path
 import tokenizers
 import torch
 
+from nanorchestra import formats
 from nanorchestra.errors import command, require
 from nanorchestra.formats.load import load_model
 from nanorchestra.model.checkpoint import save_checkpoint, stored_dtype
@@ -53,9 +54,9 @@ def adopt(
     for token in tokens:
         require(token in present, f"{source}: --tokens: {token!r} is not one of its added tokens")
         require(token not in REQUIRED, f"{source}: --tokens: {token!r} is a marker already")
+    require(lacking, f"{source}: has all markers of Qwen3's format already")
     free = [present[token] for token in dict.fromkeys(tokens)]
     free += [i for i in unused_ids(tokenizer, model.config.vocab_size) if i not in free]
-    require(lacking, f"{source}: has all markers of Qwen3's format already")
     require(
         len(free) >= len(lacking),
         f"{source}: lacks {', '.join(lacking)}, and has {len(free)} tokens that are not used; name "
@@ -95,11 +96,12 @@ def unused_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     stand in the chat template.
     """
     added = tokenizer.backend.get_added_tokens_decoder()
+    own = tokenizer.own_chat
     used = {*tokenizer.eos_ids, *tokenizer.bos_ids}
     reserved, others = [], []
     for i, token in sorted(added.items()):
         text = token.content
-        if i in used or text in (*REQUIRED, tokenizer.bos) or text in (tokenizer.template or ""):
+        if i in used or text in (*REQUIRED, own.bos) or text in (own.template or ""):
             continue
         if RESERVED.search(text):
             reserved.append(i)
@@ -118,8 +120,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", nargs="+", default=[], help="added tokens to rename first")
     options = parser.parse_args(arguments)
     require(not options.out.exists(), f"--out {options.out}: it exists; name another one")
-    dtype = stored_dtype(options.source) or "float32"
-    model, tokenizer = load_model(options.source, dtype=dtype)
+    directory = formats.open(options.source)
+    model, tokenizer = load_model(directory, dtype=stored_dtype(directory) or "float32")
     require(tokenizer is not None, f"{options.source}: has no tokenizer to give the markers to")
     names = {i: token.content for i, token in tokenizer.backend.get_added_tokens_decoder().items()}
     adopted, ids = adopt(model, tokenizer, options.tokens, options.source)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from nanorchestra.errors import require
+from nanorchestra.files import read_json
 from nanorchestra.model.checkpoint import CONFIG, stored_tensors
-from nanorchestra.model.gguf_model import read_model_object
 from nanorchestra.model.quantise import FourBit
 
 # The place in a word, counted from its lowest 4 bits, of each of eight neighbouring outputs
@@ -25,7 +25,7 @@ PARTS = "qweight", "qzeros", "scales"  # of a matrix
 def is_awq(directory: Path) -> bool:
     """Returns whether AutoAWQ wrote a directory. UserError for a form of it that is not read."""
     file = directory / CONFIG
-    stored = read_model_object(file).get("quantization_config") or {}
+    stored = read_json(file).get("quantization_config") or {}
     if stored.get("quant_method") != "awq":
         return False
     version, bits = stored.get("version", "gemm"), stored.get("bits")

@@ -1,22 +1,24 @@
 """Loads a model by the user's word for it: for the library, for serve.py and evaluate.py."""
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanorchestra import formats
 from nanorchestra.agent.loop import AttemptLimits, Rollout
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
 from nanorchestra.formats.awq import awq_tensors, is_awq
-from nanorchestra.model import chat
 from nanorchestra.model.checkpoint import load_checkpoint, stored_dtype
-from nanorchestra.model.gguf_model import GgufModel, gguf_model
-from nanorchestra.model.hub import local_model
 from nanorchestra.model.native import library, pack
 from nanorchestra.model.quantise import FourBit
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -25,6 +27,7 @@ from nanorchestra.schemas import Json
 from nanorchestra.tools.devices import device_named
 
 PAGE = 16  # tokens of a KV page
+DOWNLOAD_S = 24 * 3600.0  # that ranks wait for the download of another one
 
 
 def open_model(word: str | Path) -> tuple[Path, Iterator[tuple[str, Tensor | FourBit]] | None]:
@@ -32,16 +35,37 @@ def open_model(word: str | Path) -> tuple[Path, Iterator[tuple[str, Tensor | Fou
 
     load_checkpoint takes both. Raises UserError.
     """
-    path = local_model(word)
-    gguf = gguf_model(path)
-    if gguf is not None:
-        return path, _gguf_tensors(gguf)
-    return path, awq_tensors(path) if is_awq(path) else None
+    directory = formats.open(word)
+    return directory, awq_tensors(directory) if is_awq(directory) else None
 
 
-def _gguf_tensors(gguf: GgufModel) -> Iterator[tuple[str, Tensor]]:
-    for name in gguf.tensors:
-        yield name, torch.from_numpy(gguf.array(name))
+def fetch(word: str, ranks: Any) -> str:
+    """Returns the word, a hub id with its commit, once the model is on every node. UserError.
+
+    One rank of a node downloads it, or converts a GGUF file. All ranks, of the class
+    training.distributed.Ranks, call this.
+    """
+    name = ranks.broadcast(formats.pinned(word) if ranks.first else "")
+    waiting = ranks.new_group(DOWNLOAD_S)
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        with _interrupted_at_once():
+            formats.open(name)
+    waiting.barrier()
+    return name
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Lets SIGINT and SIGTERM end a download; train.py takes them as a wish to end after a step."""
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as a shell starts a job in background
+            handlers[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def load_model(
@@ -58,7 +82,17 @@ def load_model(
     UserError.
     """
     directory, tensors = open_model(word)
-    return load_checkpoint(directory, device, dtype, quantise, build, tensors)
+    model, tokenizer = load_checkpoint(directory, device, dtype, quantise, build, tensors)
+    return model, tokenizer and with_chat(tokenizer, directory)
+
+
+def with_chat(tokenizer: Tokenizer, directory: Path) -> Tokenizer:
+    """Returns the tokenizer, without Qwen3's markers with the directory's own chat. UserError."""
+    if not tokenizer.markers:
+        from nanorchestra.formats.template import ForeignChat
+
+        tokenizer.chat_by(ForeignChat(tokenizer, directory))
+    return tokenizer
 
 
 def _dtype(path, device) -> torch.dtype:
@@ -96,8 +130,6 @@ def load_rollout(
     require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
     if not chats:
         tokenizer.require_markers(path)
-    elif tokenizer.template is not None:
-        chat.check_template(tokenizer)
     context = min(limits.context_tokens, model.config.max_position_embeddings)
     if not cuda and not engine_options:
         pages_per_attempt = -(-context // PAGE) + 1

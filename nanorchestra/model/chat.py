@@ -1,6 +1,6 @@
 """Qwen3's chat format: messages -> text or ids. parser.py is the opposite direction.
 
-A model whose tokenizer lacks Qwen3's markers has a format of its own: template.py renders it.
+A model whose tokenizer lacks Qwen3's markers has a format of its own (`Tokenizer.own_chat`).
 
 A prompt is a sequence of pieces. A `Marker` is one of the template's own tokens and becomes one id;
 every other piece is text. Only the template makes Markers, so no user, tool or model text can forge
@@ -44,18 +44,19 @@ def encode(
     markers they are those of the model's own template. UserError if that fails.
     """
     if not tokenizer.markers:
-        return _template(tokenizer).encode(messages, tools, enable_thinking)
+        require(tokenizer.own_chat, f"{tokenizer.source}: the model has no chat template")
+        return tokenizer.own_chat.encode(messages, tools, enable_thinking)
     return _ids(tokenizer, _prompt(messages, tools, True, enable_thinking))
 
 
-def check_template(tokenizer: Tokenizer, tools: bool = False) -> None:
-    """Raises UserError if the tokenizer's own template is wrong.
+def require_tools(tokenizer: Tokenizer) -> None:
+    """Raises UserError if the model's own template takes no tools.
 
-    With `tools` also if it takes none, or has calls written in a form that parser.py does not read.
+    Or if it has calls written in a form that parser.py does not read.
     """
-    reads_calls = tokenizer.markers or _template(tokenizer).parses_calls
+    own = tokenizer.own_chat
     require(
-        reads_calls or not tools,
+        tokenizer.markers or own and own.reads_calls,
         f"tools: the chat template of this model takes no tools whose calls stand in {CALL}; "
         "leave them out",
     )
@@ -91,12 +92,6 @@ def encode_assistant(
     content = content.lstrip("\n")
     written = _calls([(call.name, call.arguments) for call in calls], bool(content))
     return _ids(tokenizer, (*_think(reasoning), content, *written, IM_END))
-
-
-def _template(tokenizer):
-    from nanorchestra.model.template import template_of  # brings jinja2, which few models need
-
-    return template_of(tokenizer)
 
 
 def _prompt(messages, tools, add_generation_prompt, enable_thinking) -> Iterator[str]:

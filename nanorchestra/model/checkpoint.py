@@ -21,7 +21,6 @@ from torch import Tensor
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_toml, replace_directory
-from nanorchestra.model.gguf_model import has, read_model_object
 from nanorchestra.model.native import PackedLinear
 from nanorchestra.model.quantise import FourBit, QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -83,7 +82,7 @@ def load_checkpoint(
     directory = Path(directory)
     config = read_config(directory)
     tokenizer = None
-    if has(directory / "tokenizer.json"):
+    if (directory / "tokenizer.json").exists():
         tokenizer = Tokenizer.from_dir(directory)
     with torch.device("meta"):
         model = build(config)
@@ -144,7 +143,7 @@ def read_config(directory: str | Path) -> ModelConfig:
     The end-of-sequence ids are those of generation_config.json if it names any.
     """
     file = Path(directory) / CONFIG
-    config = config_from_hf(read_model_object(file), str(file))
+    config = config_from_hf(read_json(file), str(file))
     ids = _eos_ids(_generation(directory).get("eos_token_id"))
     return replace(config, eos_token_ids=ids or config.eos_token_ids)
 
@@ -229,13 +228,13 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def stored_dtype(directory: str | Path) -> str | None:
     """Returns the dtype of the stored weights, if config.json says it."""
-    config = read_model_object(Path(directory) / CONFIG)
+    config = read_json(Path(directory) / CONFIG)
     return config.get("dtype") or config.get("torch_dtype")
 
 
 def stored_group(directory: str | Path) -> int | None:
     """Returns how many columns share a scale in weights that are stored in few bits, else None."""
-    stored = read_model_object(Path(directory) / CONFIG).get("quantization_config") or {}
+    stored = read_json(Path(directory) / CONFIG).get("quantization_config") or {}
     return stored.get("group_size")
 
 
@@ -251,7 +250,7 @@ def read_sampling(directory: str | Path) -> dict[str, float]:
 def _generation(directory) -> dict[str, Any]:
     """Returns the contents of generation_config.json, {} without one."""
     file = Path(directory) / GENERATION
-    return read_model_object(file) if has(file) else {}
+    return read_json(file) if file.exists() else {}
 
 
 # The weights.

@@ -11,6 +11,7 @@ adapters, and of the trainer's base.
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 
 from nanorchestra.files import write_whole
 from nanorchestra.model.checkpoint import hf_rows
-from nanorchestra.model.hub import HubId
 from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.sharded import fill, whole
@@ -166,10 +166,8 @@ def save_adapter(model: Qwen3, path: Path, base: str = "", write: bool = True) -
             tensors[f"base_model.model.{part}.lora_B.weight"] = b[rows].contiguous()
     if not write:
         return
-    name, revision = base, None
-    hub_id = HubId.parse(base)
-    if hub_id and hub_id.is_commit:
-        name, revision = hub_id.repo, hub_id.revision
+    pinned = re.fullmatch(r"(.+)@([0-9a-f]{40})", base)
+    name, revision = pinned.groups() if pinned else (base, None)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

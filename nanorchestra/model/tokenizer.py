@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanorchestra.errors import require
-from nanorchestra.files import read_toml, write_whole
-from nanorchestra.model.gguf_model import has, read_model_object, read_model_text
+from nanorchestra.files import read_json, read_text, read_toml, write_whole
+from nanorchestra.schemas import Json
 
 QWEN3 = read_toml(Path(__file__).with_name("tokens.toml"))
 SPECIAL_TOKENS, TEXT_TOKENS = QWEN3["special"], QWEN3["text"]  # `skip_special` drops the first
@@ -34,32 +34,33 @@ _ASCII = [*b"\n", *range(0x20, 0x7F)]  # SmolLM2 lacks some bytes beyond
 _CACHED = 4096  # entries of the cache of encoded texts, and the most characters of an entry
 
 
+class Chat(Protocol):
+    """Writes the prompts of a chat format that is not Qwen3's; formats/template.py has it."""
+
+    bos_ids: list[int]  # begin a prompt that is text
+    eos_ids: tuple[int, ...]  # end a turn
+    reads_calls: bool  # takes tools, and has models write calls as Qwen's do
+
+    def encode(
+        self, messages: list[Json], tools: list[Json] | None, enable_thinking: bool | None
+    ) -> list[int]:
+        """Returns the ids of a prompt, up to where the model's turn begins. UserError."""
+
+
 class Tokenizer:
     """A byte-level BPE tokenizer.
 
     `vocab_size` is 1 + the largest id; `eos_ids` end a turn, first among them `im_end`. `markers`:
-    it has Qwen3's chat and tool tokens, so chat.py writes its prompts. Without them `template` is
-    the text of the model's own Jinja template, None if it has none, with the token `bos`.
-    `bos_ids` begin a prompt that is text. `backend` also reads markers in text. `source` and
-    `template_source` are files, for messages.
+    it has Qwen3's chat and tool tokens, so chat.py writes its prompts. Without them `chat_by` says
+    what does, and what ends a turn. `bos_ids` begin a prompt that is text. `backend` also reads
+    markers in text.
     """
 
-    def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        source: str = "tokenizer.json",
-        template: str | None = None,
-        bos: str | None = None,
-        eos_ids: Sequence[int] | None = None,
-    ) -> None:
-        """Takes what tokenizer.json holds; UserError, naming `source`, if it is not byte-level.
-
-        template, bos (the token's text) and eos_ids, first the end of a turn, are those of a
-        tokenizer without Qwen3's markers. `bos` begins a prompt if the post-processor adds it.
-        """
+    def __init__(self, backend: tokenizers.Tokenizer, source: str = "tokenizer.json") -> None:
+        """Takes what tokenizer.json holds; UserError, naming `source`, if it is not byte-level."""
         backend.no_truncation()
         backend.no_padding()
-        self.backend, self.source, self.template_source = backend, source, source
+        self.backend, self.source = backend, source
         added = backend.get_added_tokens_decoder()  # id -> AddedToken
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._ids = backend.get_vocab(with_added_tokens=True)
@@ -75,57 +76,40 @@ class Tokenizer:
             self._bytes[i] = token.encode() if i in added else bytes(_BYTES[c] for c in token)
         self._plain = _without_added_tokens(backend)
         self.markers = not lacking_markers(backend)
+        self.own_chat: Chat | None = None
+        self.eos_ids: tuple[int, ...] = ()
+        self.im_end, self.bos_ids = -1, []
         if self.markers:
-            template, bos, config = None, None, QWEN3["config"]
-            eos_ids = self.token_id("<|im_end|>"), self.token_id("<|endoftext|>")
-        else:
-            require(
-                eos_ids,
-                f"{source}: it has no eos_token; expected tokenizer_config.json beside it to name "
-                "the token that ends a turn",
-            )
-            im_end = self._ids.get("<|im_end|>")
-            if im_end in added and im_end not in eos_ids and "<|im_end|>" in (template or ""):
-                eos_ids = *eos_ids, im_end  # base models of Qwen2.5 do not name it
-            config = QWEN3["config"] | {
-                "bos_token": bos,
-                "eos_token": self.backend.id_to_token(eos_ids[0]),
-                "pad_token": None,
-            }
-        self.template, self.bos = template, bos
-        self.eos_ids, self.im_end = tuple(eos_ids), eos_ids[0]
-        processed = backend.encode("").ids
-        self.bos_ids = processed[:1] if bos and processed[:1] == [self._ids[bos]] else []
-        self._companions = {"tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
-        if template is not None:
-            self._companions["chat_template.jinja"] = template
+            self.eos_ids = self.token_id("<|im_end|>"), self.token_id("<|endoftext|>")
+            self.im_end = self.eos_ids[0]
+        config = json.dumps(QWEN3["config"], indent=2) + "\n"
+        self._companions = {"tokenizer_config.json": config}
         self._cached = lru_cache(_CACHED)(self._encode)
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
         """Reads tokenizer.json of a checkpoint, and what `save` will copy beside it.
 
-        Template, bos and eos are those of the files beside it. Raises UserError if it is no
-        byte-level BPE, or if no file names the token that ends a turn.
+        Raises UserError if it is no byte-level BPE.
         """
         file = Path(path) / "tokenizer.json"
-        data = read_model_object(file)
+        data = read_json(file)
         is_bpe = data["model"]["type"] == "BPE"
         require(is_bpe, f"{file}: model.type: expected 'BPE', as Qwen's is")
         backend = tokenizers.Tokenizer.from_str(json.dumps(data))
         companions = {}
         for companion in COMPANIONS:
             beside = file.with_name(companion)
-            if has(beside):
-                companions[companion] = read_model_text(beside)
-        settings = {}
-        if lacking_markers(backend):
-            settings = _chat_settings(file, backend, companions)
-        tokenizer = cls(backend, str(file), **settings)
+            if beside.exists():
+                companions[companion] = read_text(beside)
+        tokenizer = cls(backend, str(file))
         tokenizer._companions |= companions
-        for companion in companions:  # the second has the template, if it is there
-            tokenizer.template_source = str(file.with_name(companion))
         return tokenizer
+
+    def chat_by(self, chat: Chat) -> None:
+        """Takes what writes the prompts of a tokenizer without Qwen3's markers."""
+        self.own_chat, self.bos_ids = chat, chat.bos_ids
+        self.eos_ids, self.im_end = chat.eos_ids, chat.eos_ids[0]
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, none of them an added token's."""
@@ -137,8 +121,7 @@ class Tokenizer:
                 return self._plain.encode_batch([text])[0].ids
             return self._plain.encode(text).ids
         except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which JSON can bring
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._plain.encode(text).ids
+            return self._plain.encode(whole_characters(text)).ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -177,6 +160,11 @@ class Tokenizer:
             write_whole(Path(path) / name, text)
 
 
+def whole_characters(text: str) -> str:
+    """Returns the text with U+FFFD in place of half a surrogate pair, which JSON can bring."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def lacking_markers(backend: tokenizers.Tokenizer) -> list[str]:
     """Returns Qwen3's chat and tool tokens that are not among the added tokens."""
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -204,31 +192,6 @@ def _without_added_tokens(backend) -> tokenizers.Tokenizer:
     plain.normalizer = backend.normalizer
     plain.pre_tokenizer = backend.pre_tokenizer
     return plain
-
-
-def _chat_settings(file, backend, companions: Mapping[str, str]) -> dict[str, Any]:
-    """Returns `template`, `bos` and `eos_ids` that the files beside tokenizer.json name."""
-    config = json.loads(companions.get("tokenizer_config.json", "{}"))
-    template = companions.get("chat_template.jinja", config.get("chat_template"))
-    if isinstance(template, list):  # of several, by name
-        templates = {each.get("name"): each.get("template") for each in template}
-        template = templates.get("default")
-
-    def token(field) -> str | None:
-        stated = config.get(field)
-        return stated.get("content") if isinstance(stated, dict) else stated
-
-    eos, eos_ids = token("eos_token"), []
-    if eos is not None:
-        eos_ids.append(backend.token_to_id(eos))
-    for name in ("generation_config.json", "config.json"):
-        beside = file.with_name(name)
-        stated = read_model_object(beside).get("eos_token_id") if has(beside) else None
-        if stated is not None:
-            ids = stated if isinstance(stated, list) else [stated]
-            eos_ids += [i for i in ids if i not in eos_ids]
-            break
-    return {"template": template, "bos": token("bos_token"), "eos_ids": eos_ids}
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

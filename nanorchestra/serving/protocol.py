@@ -104,7 +104,7 @@ def as_prompts(body: Json, tokenizer: Tokenizer) -> list[list[int]]:
     """Returns the ids of the prompts of a body. UserError if it has tools that are not served."""
     if "messages" in body:
         if body["tools"]:
-            chat.check_template(tokenizer, tools=True)
+            chat.require_tools(tokenizer)
         template = body["chat_template_kwargs"]
         return [chat.encode(tokenizer, body["messages"], body["tools"], **template)]
     prompts = body["prompt"]

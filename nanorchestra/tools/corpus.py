@@ -19,9 +19,9 @@ import faiss
 import numpy as np
 from tqdm import tqdm
 
+from nanorchestra import formats
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines, read_text, replace_directory
-from nanorchestra.model.hub import find
 from nanorchestra.schemas import whole_characters
 from nanorchestra.tools.devices import device_named
 from nanorchestra.tools.embed import Embedder
@@ -175,8 +175,8 @@ def _write_passages(source, files, stats, path) -> None:
 
 def _write_vectors(out, checkpoint, factory) -> None:
     """Writes the vectors of the passages of a database beside it, as an index of FAISS."""
-    source = find(checkpoint)
-    name = source.name if source.hub_id else str(source.path.resolve())
+    there = Path(checkpoint).exists()
+    name = str(Path(checkpoint).resolve()) if there else formats.pinned(checkpoint)
     embedder = Embedder(name)
     with _refusals(factory):
         index = faiss.index_factory(embedder.dimension, factory, faiss.METRIC_INNER_PRODUCT)

@@ -1,9 +1,6 @@
 """Builds the parts of a run from its config: model, tokenizer, trainer, engine and rollout."""
 
-import os
-import signal
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,7 +13,6 @@ from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import require
 from nanorchestra.model import lora
 from nanorchestra.model.checkpoint import load_checkpoint, named_hf_tensors, stored_group
-from nanorchestra.model.hub import find, local_model, names_model
 from nanorchestra.model.native import pack
 from nanorchestra.model.quantise import FourBit, quantise_model
 from nanorchestra.model.qwen3 import Qwen3
@@ -27,7 +23,6 @@ from nanorchestra.training.distributed import Ranks, shard_model
 from nanorchestra.training.trainer import Trainer, TrainerSettings
 
 SPARE_PAGES = 64
-DOWNLOAD_S = 24 * 3600.0  # that ranks wait for the download of another one
 
 
 def device_and_dtype(config: Config) -> tuple[str, torch.dtype]:
@@ -40,40 +35,6 @@ def device_and_dtype(config: Config) -> tuple[str, torch.dtype]:
     if dtype == "auto":
         dtype = "bfloat16" if cuda else "float32"
     return "cuda" if cuda else "cpu", getattr(torch, dtype)
-
-
-def fetch_policy(config: Config, ranks: Ranks) -> Config:
-    """Returns the config with the commit of a hub id in model.path; its files are on every node.
-
-    One rank of a node downloads. All ranks call this. UserError.
-    """
-    path = config.model.path
-    name = ""
-    if ranks.first and names_model(path) and not os.path.lexists(path):
-        name = find(path).name
-    name = ranks.broadcast(name)
-    if not name:
-        return config  # load_policy refuses what does not exist
-    waiting = ranks.new_group(DOWNLOAD_S)
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        with _interrupted_at_once():
-            local_model(name)
-    waiting.barrier()
-    return config.replace({"model.path": name})
-
-
-@contextmanager
-def _interrupted_at_once() -> Iterator[None]:
-    """Lets SIGINT and SIGTERM end a download; train.py takes them as a wish to end after a step."""
-    handlers = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as a shell starts a job in background
-            handlers[number] = signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def load_policy(

@@ -5,14 +5,13 @@
 It is in GB of 1e9 bytes, for a full token budget.
 """
 
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from nanorchestra.config import DRAFT, Config
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.checkpoint import PRESETS, read_config
-from nanorchestra.model.hub import find, is_model, names_model
 from nanorchestra.model.qwen3 import ModelConfig
 from nanorchestra.training.costs import GB, GPUS, Costs
 
@@ -118,7 +117,9 @@ def peak(setup: Setup) -> float:
     return max(map(sum, zip(*memory(setup).values(), strict=True)))
 
 
-def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple[str, bool]:
+def plan(
+    config: Config, gpus: int, memory_gb: float | None, name: str, open: Callable[..., Path]
+) -> tuple[str, bool]:
     """Returns the plan as text, and whether the config fits in the memory of a GPU. UserError.
 
     Without `memory_gb` it is the GPU's as sold. Of a hub id config.json alone is downloaded. Where
@@ -133,7 +134,7 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
     limit = GPUS[name].memory if memory_gb is None else memory_gb * GB
     require(limit > 0, f"--memory is {limit / GB:g}; it must be the GB of one GPU")
     path = config.model.path
-    model, origin = _shape("nano" if path in ("", DRAFT) else path)
+    model, origin = _shape("nano" if path in ("", DRAFT) else path, open)
     setup = Setup(config, gpus, model)
     fits, numbers = peak(setup) <= limit, setup.costs.numbers
     lines = [
@@ -146,20 +147,14 @@ def plan(config: Config, gpus: int, memory_gb: float | None, name: str) -> tuple
     return "\n".join(lines), fits
 
 
-def _shape(word) -> tuple[ModelConfig, list[str]]:
+def _shape(word, open) -> tuple[ModelConfig, list[str]]:
     """Returns the shape of a model, and lines on where it is from."""
     preset = PRESETS.get(Path(word.partition("@")[0]).name.lower())
-    if preset and not is_model(Path(word)) and (os.path.lexists(word) or not names_model(word)):
+    if preset and "/" not in word:
         return preset, []
     try:
-        source = find(word)
+        return read_config(open(word, config_only=True)), []
     except UserError as error:
         if preset is None:
             raise
         return preset, [f"{error}; planned with the sizes of the preset"]
-    require(
-        not (source.missing and source.hub_id.file),
-        f"{word}: the sizes are in the file, which is not here yet; plan with the repository that "
-        "it was converted from",
-    )
-    return read_config(source.path), [source.summary] if source.hub_id else []

@@ -27,7 +27,7 @@ from nanorchestra.report.run import Run, held_out_scores, table, to_toml
 from nanorchestra.report.watch import Watch, peak_memory_mb
 from nanorchestra.schemas import Json
 from nanorchestra.settings import is_dry_run
-from nanorchestra.training.build import device_and_dtype, fetch_policy
+from nanorchestra.training.build import device_and_dtype
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.costs import peak_flops
 from nanorchestra.training.distributed import Ranks
@@ -117,16 +117,12 @@ class TrainingRun:
             self._write_config()
         return self.config
 
-    def with_model(self) -> Config:
-        """Returns the config with a hub id at its commit, which is now on every node.
-
-        config.toml then states the commit. UserError.
-        """
-        config = fetch_policy(self.config, self.ranks)
-        if config != self.config:
-            self.config = config
+    def with_model(self, word: str) -> Config:
+        """Returns the config with a word for the same model, which config.toml then states."""
+        if word != self.config.model.path:
+            self.config = self.config.replace({"model.path": word})
             self._write_config()
-        return config
+        return self.config
 
     def keep_source(self, name: str, text: str, origin: str) -> None:
         """Keeps a file of the user's code in the directory, and says so.

@@ -12,7 +12,7 @@ from smollm import smollm_file
 from nanorchestra.errors import UserError
 from nanorchestra.formats import adopt as program
 from nanorchestra.formats.adopt import REQUIRED, adopt, unused_ids
-from nanorchestra.formats.load import load_model
+from nanorchestra.formats.load import load_model, with_chat
 from nanorchestra.model import chat
 from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -31,7 +31,8 @@ SHAPE = {
 
 def foreign(kind: str, folder: Path, spare: int = 12, tied: bool = True, template: str = ""):
     """A llama with a foreign tokenizer, and `spare` rows that the tokenizer does not reach."""
-    tokenizer = Tokenizer.from_dir(make_foreign(kind, folder, template))
+    directory = make_foreign(kind, folder, template)
+    tokenizer = with_chat(Tokenizer.from_dir(directory), directory)
     vocab = tokenizer.vocab_size + spare
     model = Qwen3(ModelConfig(vocab, **SHAPE, qk_norm=False, tie_word_embeddings=tied))
     model.init_weights(0)
@@ -73,7 +74,7 @@ def test_reserved_names_come_first_and_what_a_chat_needs_never(tmp_path):
     model, tokenizer = foreign("smollm2", tmp_path, spare=1, template="{{ '<repo_name>' }}")
     vocab = tokenizer.vocab_size
     assert unused_ids(tokenizer, vocab + 1) == [vocab]
-    tokenizer.template = ""
+    tokenizer.own_chat.template = ""
     repo_name = tokenizer.token_id("<repo_name>")
     assert unused_ids(tokenizer, vocab + 1) == [vocab, repo_name]
     tokenizer.backend.add_special_tokens(["<|reserved_special_token_0|>"])

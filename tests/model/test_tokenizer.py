@@ -5,7 +5,7 @@ import re
 import unicodedata
 
 import pytest
-from foreign_tokenizers import KINDS, LLAMA3_TOKENS, make_foreign
+from foreign_tokenizers import KINDS, make_foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,15 +94,14 @@ def test_transformers_gives_the_same_ids_of_other_models_tokenizers(kind, tmp_pa
     tokenizer = Tokenizer.from_dir(make_foreign(kind, tmp_path / "foreign"))
     tokenizer.save(tmp_path / "saved")
     reference = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    assert reference.eos_token_id == tokenizer.im_end and reference.bos_token == tokenizer.bos
     added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
 
     @QUICK
     @given(text=FOREIGN_TEXTS)
     def check(text):
-        ids = reference(text)["input_ids"]
+        ids = reference(text, add_special_tokens=False)["input_ids"]
         if not any(token in text for token in added):
-            assert ids == tokenizer.bos_ids + tokenizer.encode(text)
+            assert ids == tokenizer.encode(text)
         assert reference.decode(ids) == tokenizer.decode(ids)
         kept = tokenizer.decode(ids, skip_special=True)
         assert reference.decode(ids, skip_special_tokens=True) == kept
@@ -125,34 +124,6 @@ def test_no_text_becomes_an_added_token_of_another_models_tokenizer(kind, tmp_pa
         ids = tokenizer.encode(text)
         assert not set(tokens.values()) & set(ids)
         assert tokenizer.decode(ids) == text
-
-
-def test_the_end_of_a_turn_and_the_template_are_those_of_the_files_beside(tmp_path):
-    path = make_foreign("llama3", tmp_path, "{{ bos_token }}")
-    tokenizer = Tokenizer.from_dir(path)
-    token_id = tokenizer.token_id
-    assert not tokenizer.markers and tokenizer.template == "{{ bos_token }}"
-    assert (tokenizer.bos, tokenizer.bos_ids) == (LLAMA3_TOKENS[0], [token_id(LLAMA3_TOKENS[0])])
-    assert tokenizer.eos_ids == (token_id("<|eot_id|>"),)
-    eos_ids = [token_id("<|end_of_text|>"), token_id("<|eom_id|>"), token_id("<|eot_id|>")]
-    (path / "config.json").write_text(json.dumps({"eos_token_id": eos_ids[0]}))
-    (path / "chat_template.jinja").write_text("{{ eos_token }}\n")
-    tokenizer = Tokenizer.from_dir(path)
-    assert tokenizer.eos_ids == (token_id("<|eot_id|>"), eos_ids[0])
-    assert tokenizer.template == "{{ eos_token }}\n"
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_ids}))
-    assert Tokenizer.from_dir(path).eos_ids == (eos_ids[2], *eos_ids[:2])
-    assert Tokenizer.from_dir(path).template_source == str(path / "chat_template.jinja")
-    Tokenizer.from_dir(path).save(tmp_path / "saved")
-    saved = Tokenizer.from_dir(tmp_path / "saved")
-    assert (saved.template, saved.bos_ids) == ("{{ eos_token }}\n", tokenizer.bos_ids)
-
-    path = make_foreign("qwen2", tmp_path / "base", "<|im_start|>...<|im_end|>")
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    config["eos_token"] = "<|endoftext|>"
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = Tokenizer.from_dir(path)
-    assert tokenizer.eos_ids == tuple(map(tokenizer.token_id, ("<|endoftext|>", "<|im_end|>")))
 
 
 def test_a_tokenizer_of_another_kind_is_refused_in_one_line_that_names_it(saved, tmp_path):

@@ -12,6 +12,7 @@ from foreign_tokenizers import make_foreign
 from running_server import SCRIPT, Running, scripted
 
 from nanorchestra.engine.engine import Engine
+from nanorchestra.formats.load import with_chat
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
 
@@ -34,7 +35,7 @@ def start(make_nano, tmp_path_factory):
         if (kind, template) not in started:
             path = make_foreign(kind, tmp_path_factory.mktemp(kind), template)
             pages = {"num_pages": 2000, "page_size": 4}
-            engine = Engine(make_nano(), Tokenizer.from_dir(path), **pages)
+            engine = Engine(make_nano(), with_chat(Tokenizer.from_dir(path), path), **pages)
             running = started[kind, template] = Running(scripted(engine))
             running.client = openai.OpenAI(
                 base_url=f"{running.base}/v1", api_key="none", max_retries=0, timeout=30

@@ -10,6 +10,7 @@ import torch
 from kernel_check import DEVICE
 from torch.utils.flop_counter import FlopCounterMode
 
+from nanorchestra import formats
 from nanorchestra.errors import UserError
 from nanorchestra.model import attention, lora, ops
 from nanorchestra.model.attention import PackedAttention, Segment
@@ -107,18 +108,18 @@ def test_memory_falls_with_every_saving_and_is_divided_by_ranks():
 
 
 def test_a_plan_says_whether_the_memory_of_a_gpu_is_enough():
-    text, fits = plan(CONFIG, 8, None, "h100")
+    text, fits = plan(CONFIG, 8, None, "h100", formats.open)
     assert fits and text.endswith("75.9 of 80 GB: fits")
-    text, fits = plan(CONFIG, 1, None, "h100")
+    text, fits = plan(CONFIG, 1, None, "h100", formats.open)
     assert not fits and text.endswith("of 80 GB: too much")
-    text, fits = plan(load_config(None), 1, None, "4090")
+    text, fits = plan(load_config(None), 1, None, "4090", formats.open)
     assert fits and ": fits" in text
     for arguments, words in (
         ((0, None, "h100"), "--gpus is 0"),
         ((1, 0.0, "h100"), "--memory is 0"),
     ):
         with pytest.raises(UserError, match=words):
-            plan(CONFIG, *arguments)
+            plan(CONFIG, *arguments, formats.open)
 
 
 def test_one_consumer_gpu_trains_the_8b_over_a_base_in_4_bits(monkeypatch):
@@ -126,7 +127,7 @@ def test_one_consumer_gpu_trains_the_8b_over_a_base_in_4_bits(monkeypatch):
     bfloat16; nothing of it twice. The model itself, without memory, has as many bytes.
     """
     qlora = load_config(CONFIGS / "qwen3-8b-qlora.toml")
-    text, fits = plan(qlora, 1, None, "4090")
+    text, fits = plan(qlora, 1, None, "4090", formats.open)
     assert fits and "fits" in text
     parts = memory(Setup(qlora, 1, PRESETS["qwen3-8b"]))
     adapters = 87.3e6  # of rank 32
@@ -154,7 +155,7 @@ def test_one_consumer_gpu_trains_the_8b_over_a_base_in_4_bits(monkeypatch):
     full = Setup(qlora.replace({"lora.base": "full"}), 1, PRESETS["qwen3-8b"])
     assert peak(full) > 45 * GB
     with pytest.raises(UserError, match="--gpus is 2; with lora.base int4 it must be 1"):
-        plan(qlora, 2, None, "4090")
+        plan(qlora, 2, None, "4090", formats.open)
 
 
 def test_the_peak_of_a_cpu_is_measured_and_that_of_a_gpu_is_its_own(monkeypatch):

@@ -1,0 +1,198 @@
+"""Words for a model: paths, and ids of a hub that is a server on this machine."""
+
+import json
+import sqlite3
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fake_hub import FakeHub
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http
+
+import serve
+from nanorchestra import formats, load_model
+from nanorchestra.errors import UserError
+from nanorchestra.formats.load import fetch
+from nanorchestra.model.checkpoint import NANO
+from nanorchestra.settings import load_config
+from nanorchestra.tools.corpus import build_index
+from nanorchestra.training.command import choose_run, parse
+from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.plan import plan
+from worlds import policies
+
+REPO = "Qwen/Qwen3-8B"
+TOKEN = "hf_a-token-that-no-message-has"
+NAMES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+FILES = {name: (NANO / name).read_bytes() for name in (*NAMES, "model.safetensors")}
+MORE = {"pytorch_model.bin": b"pickle", "modeling.py": b"code", "original/x.safetensors": b"other"}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub, an empty cache, and a huggingface_hub that asks it without waiting between tries."""
+    with FakeHub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        impatient = SimpleNamespace(time=file_download.time.time, sleep=lambda seconds: None)
+        for library in (file_download, _http):
+            monkeypatch.setattr(library, "time", impatient)
+        monkeypatch.chdir(tmp_path)
+        yield server
+        _http.close_session()
+
+
+def line(call, *arguments) -> str:
+    """Returns the message of a UserError, which is one line without a secret."""
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    message = str(caught.value)
+    assert "\n" not in message and TOKEN not in message
+    return message
+
+
+def test_what_exists_is_taken_as_it_is(hub, tmp_path):
+    path = tmp_path / REPO
+    path.mkdir(parents=True)
+    hub.add(REPO, FILES)
+    assert "Qwen3-8B: has no config.json; expected a directory" in line(formats.open, REPO)
+    (path / "x.gguf").touch()
+    assert "give one of its GGUF files: x.gguf" in line(formats.open, REPO)
+    (path / "config.json").touch()
+    assert formats.open(REPO) == Path(REPO) and formats.pinned(REPO) == REPO
+    assert formats.title(REPO) == "Qwen3-8B"
+    (tmp_path / "notes.txt").touch()
+    assert "notes.txt: a file of another kind; expected a directory" in line(
+        formats.open, "notes.txt"
+    )
+    for word in ("Qwen3-8B", "runs/a/model", "models/x.gguf", ""):
+        assert "no such file or directory; expected a directory" in line(formats.open, word)
+        assert not formats.names_model(word)
+    assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        (REPO, (REPO, "", "")),
+        (f"{REPO}@refs/pr/1", (REPO, "refs/pr/1", "")),
+        ("a/b.c-D_1@v1.0/q/x.gguf", ("a/b.c-D_1", "v1.0", "q/x.gguf")),
+        ("a/b/x.gguf", ("a/b", "", "x.gguf")),
+    ],
+)
+def test_the_parts_of_a_hub_id(word, parts):
+    assert formats._parts(word) == parts
+
+
+def test_a_hub_id_is_downloaded_once_and_only_what_is_read(hub):
+    commit = hub.add(REPO, FILES | MORE)
+    path = formats.open(REPO)
+    assert path.name == commit and {file.name for file in path.iterdir()} == set(FILES)
+    hub.requests.clear()
+    assert formats.pinned(REPO) == f"{REPO}@{commit}"
+    assert formats.open(REPO) == path
+    assert not any("resolve" in request for request in hub.requests)
+
+    newer = hub.add(REPO, FILES | {"README.md": b"new"})
+    assert formats.pinned(REPO) == f"{REPO}@{newer}"
+    hub.requests.clear()
+    assert formats.open(f"{REPO}@{commit}") == path and not hub.requests  # it never changes
+    assert load_model(f"{REPO}@{commit}")[1] and not hub.requests
+
+
+def test_without_a_network_the_cache_serves(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "not whole on this machine, and the hub cannot be reached" in line(formats.open, REPO)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    commit = hub.add(REPO, FILES)
+    path = formats.open(REPO)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert formats.open(REPO) == path and formats.pinned(REPO) == f"{REPO}@{commit}"
+    assert "the hub cannot be reached" in line(formats.open, "Qwen/Qwen3-4B")
+
+
+@pytest.mark.parametrize(
+    ("word", "fault", "expected"),
+    [
+        ("Qwen/Qwen-3", {}, "no such directory here, and no such model on the hub"),
+        (f"{REPO}@v9", {}, "the repository has no such revision"),
+        (f"{REPO}/x.gguf", {}, "has no file x.gguf"),
+        (REPO, {"/resolve/": (401, "GatedRepo")}, "its licence must be accepted first"),
+        (REPO, {"/resolve/": (503, "")}, "the hub cannot be reached"),
+        ("a/b-GGUF", {}, "name one of its GGUF files, such as a/b-GGUF/x-Q1.gguf"),
+        ("a/other", {}, "config.json: model_type = 'gpt_oss': expected 'qwen3'"),
+    ],
+)
+def test_a_refusal_is_one_line(hub, word, fault, expected):
+    hub.add(REPO, FILES)
+    hub.add("a/b-GGUF", {"x-Q1.gguf": b"GGUF"})
+    hub.add("a/other", FILES | {"config.json": b'{"model_type": "gpt_oss"}'})
+    hub.faults = fault
+    assert expected in line(formats.open, word)
+    assert not any("model.safetensors" in request for request in hub.requests)
+
+
+def test_a_gguf_file_comes_with_its_other_parts_and_shards_with_their_index(hub, monkeypatch):
+    monkeypatch.setattr("nanorchestra.formats.gguf.converted", lambda path: path)
+    parts = {f"y-0000{n}-of-00003.gguf": b"GGUF" for n in (1, 2, 3)}
+    hub.add("a/split", parts | {"y.gguf": b"GGUF", "z-00002-of-00003.gguf": b"GGUF"})
+    first = formats.open("a/split/y-00001-of-00003.gguf")
+    assert {file.name for file in first.parent.iterdir()} == set(parts)
+
+    shards = {f"model-0000{n}-of-00002.safetensors": b"0" for n in (1, 2)}
+    sharded = {name: FILES[name] for name in NAMES} | shards
+    sharded["model.safetensors.index.json"] = b"{}"
+    hub.add(REPO, sharded | {"consolidated.safetensors": b"0"})
+    assert {file.name for file in formats.open(REPO).iterdir()} == set(sharded)
+
+
+def test_where_a_model_is_named_a_hub_id_will_do(hub, sandbox, tmp_path, capsys):
+    pinned = f"{REPO}@{hub.add(REPO, FILES)}"
+    policy = policies.parse(f"{REPO}:turns=3", ())
+    assert policy.base == str(formats.open(REPO)) and policy.settings["turns"] == 3
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("One passage of text.")
+    assert build_index(tmp_path / "texts", tmp_path / "index", REPO) == 1
+    with sqlite3.connect(tmp_path / "index" / "passages.sqlite") as database:
+        ((checkpoint,),) = database.execute("SELECT checkpoint FROM about")
+    assert checkpoint == pinned  # the index can be opened on another machine
+
+    for wrong in ("nobody", "runs/nobody/model"):
+        assert f"--policy {wrong}: {wrong} is none of" in line(policies.parse, wrong, ())
+    assert serve.main(["--model", REPO, "--ask", "Hello?", "--json", "--seed", "0"]) in (0, 1)
+    assert f"{pinned}, float32 on cpu" in capsys.readouterr().err
+
+
+def test_a_plan_reads_config_json_alone(hub):
+    hub.add("a/b", FILES)
+    text, fits = plan(load_config("nano", {"model.path": "a/b"}), 1, None, "4090", formats.open)
+    assert fits and "B numbers" in text
+    assert {Path(name).name for name in hub.requests if "resolve" in name} == {"config.json"}
+    text, fits = plan(load_config("nano", {"model.path": REPO}), 1, None, "h100", formats.open)
+    assert "planned with the sizes of the preset" in text and "8.19 B numbers" in text
+
+
+def test_a_run_keeps_the_commit_it_began_with(hub, make_training, tmp_path, monkeypatch):
+    commit = hub.add(REPO, FILES)
+    settings = {"model.path": REPO, "grpo.steps": 1, "lora.rank": 2}
+    assert make_training("run", settings).train()
+    hub.add(REPO, FILES | {"README.md": b"new"})
+    hub.requests.clear()
+    assert fetch(f"{REPO}@{commit}", Ranks()) == f"{REPO}@{commit}" and not hub.requests
+    assert fetch(str(NANO), Ranks()) == str(NANO)
+    assert f'path = "{REPO}@{commit}"' in (tmp_path / "run" / "config.toml").read_text()
+    adapter = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert (adapter["base_model_name_or_path"], adapter["revision"]) == (REPO, commit)
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").exists()  # the report's
+
+    # torchrun starts the command as it was given again, which goes on with the commit of the run.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = ["--run.root", str(tmp_path), "--run.name", "run", "--model.path", REPO]
+    config, _, resumed = choose_run(parse(again))
+    assert resumed and config.model.path == f"{REPO}@{commit}"
