@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.errors import UserError
-from nanorchestra.formats.load import load_model, load_rollout
+from nanorchestra.formats.load import load_rollout
 from nanorchestra.model import native
 from nanorchestra.model.checkpoint import (
     NANO,
     PRESETS,
     copy_weights,
+    load_checkpoint,
     named_hf_tensors,
     save_checkpoint,
 )
@@ -55,7 +56,7 @@ def test_the_engine_scores_as_the_plain_model_after_new_weights_too(tied):
 def test_a_cpu_keeps_a_checkpoint_in_bfloat16_if_it_multiplies_that(tmp_path):
     """The answers are those of float32 but for bfloat16's rounding."""
     path = tmp_path / "model"
-    model, tokenizer = load_model(NANO)
+    model, tokenizer = load_checkpoint(NANO)
     save_checkpoint(model, tokenizer, path, dtype=torch.bfloat16)
     engines = [load_rollout(place, AttemptLimits(), {}, 1).engine for place in (path, NANO)]
     dtypes = [engine.model.embed_tokens.weight.dtype for engine in engines]

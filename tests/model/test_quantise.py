@@ -8,8 +8,12 @@ import torch
 from torch import nn
 
 from nanorchestra.errors import UserError
-from nanorchestra.formats.load import load_model
-from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors, save_checkpoint
+from nanorchestra.model.checkpoint import (
+    copy_weights,
+    load_checkpoint,
+    named_hf_tensors,
+    save_checkpoint,
+)
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
@@ -69,8 +73,8 @@ def test_forward_is_the_product_with_the_weights_rounded_once(monkeypatch, dtype
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 def test_loading_quantised_is_loading_and_quantising(mode, tmp_path):
     save_checkpoint(a_model(3), None, tmp_path / "out")
-    loaded, _ = load_model(tmp_path / "out", dtype="bfloat16", quantise=mode)
-    full, _ = load_model(tmp_path / "out")
+    loaded, _ = load_checkpoint(tmp_path / "out", dtype="bfloat16", quantise=mode)
+    full, _ = load_checkpoint(tmp_path / "out")
     expected = quantised(full, mode)
     assert all(
         torch.equal(module.values, expected.get_submodule(name).values)
@@ -82,17 +86,17 @@ def test_loading_quantised_is_loading_and_quantising(mode, tmp_path):
 def test_rows_that_128_does_not_divide_have_smaller_groups(tmp_path):
     shape = {"hidden_size": 96, "intermediate_size": 192, "tie_word_embeddings": True}
     save_checkpoint(a_model(**shape), None, tmp_path / "out")
-    layers = load_model(tmp_path / "out", quantise="int4")[0].layers
+    layers = load_checkpoint(tmp_path / "out", quantise="int4")[0].layers
     assert layers[0].self_attn.qkv_proj.group == 32 and layers[0].down_proj.group == 64
     save_checkpoint(a_model(**shape | {"hidden_size": 80}), None, tmp_path / "odd")
     with pytest.raises(UserError, match="qkv_proj has 80 columns; expected a multiple of 32"):
-        load_model(tmp_path / "odd", quantise="int4")
+        load_checkpoint(tmp_path / "odd", quantise="int4")
 
 
 def test_what_cannot_be_quantised_or_saved_is_refused(tmp_path):
     save_checkpoint(a_model(config=SMALL), None, tmp_path / "out")
     with pytest.raises(UserError, match="quantise = 'int3': expected one of int8, int4"):
-        load_model(tmp_path / "out", quantise="int3")
+        load_checkpoint(tmp_path / "out", quantise="int3")
     with pytest.raises(UserError, match="quantised"):
         save_checkpoint(quantised(a_model(), "int8"), None, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -8,9 +8,8 @@ import torch
 import transformers
 
 from nanorchestra.engine.engine import Engine, SamplingParams
-from nanorchestra.formats.load import load_model
 from nanorchestra.model.attention import GatheredAttention, PackedAttention, PagedChunk, Segment
-from nanorchestra.model.checkpoint import PRESETS, save_checkpoint
+from nanorchestra.model.checkpoint import PRESETS, load_checkpoint, save_checkpoint
 from nanorchestra.model.native import BLOCK, Forward, PackedLinear, library, pack, zeros
 from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
@@ -81,7 +80,7 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(name, shard, 
     reference = random_transformers_model(name)
     reference.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "100KB")
-    model, tokenizer = load_model(tmp_path)
+    model, tokenizer = load_checkpoint(tmp_path)
     assert tokenizer is None
 
     generator = torch.Generator().manual_seed(1)
@@ -104,7 +103,7 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(name, shard, 
 def test_pages_and_the_c_of_a_cpu_compute_what_the_pack_does(name, tmp_path):
     """A prompt in two chunks, the second of which ends inside of a page, on shuffled pages."""
     random_transformers_model(name).save_pretrained(tmp_path)
-    model, _ = load_model(tmp_path)
+    model, _ = load_checkpoint(tmp_path)
     ids = torch.randint(0, 320, (90,), generator=torch.Generator().manual_seed(1))
     expected = logits_of(model, ids)
     pages = [5, 0, 3, 1, 7, 2]
@@ -135,7 +134,7 @@ def test_the_engine_continues_as_transformers_does(name, packed, tmp_path):
     """Prompts share a beginning, are prefilled in chunks, and end beyond YaRN's 64 tokens."""
     reference = random_transformers_model(name)
     reference.save_pretrained(tmp_path)
-    model, _ = load_model(tmp_path)
+    model, _ = load_checkpoint(tmp_path)
     if packed:
         if library(torch.float32) is None:
             pytest.skip("no C compiler")
@@ -162,7 +161,7 @@ def test_the_engine_continues_as_transformers_does(name, packed, tmp_path):
 def test_a_saved_checkpoint_is_loaded_by_its_own_class(name, tmp_path):
     reference = random_transformers_model(name)
     reference.save_pretrained(tmp_path / "theirs")
-    model, _ = load_model(tmp_path / "theirs")
+    model, _ = load_checkpoint(tmp_path / "theirs")
     save_checkpoint(model, None, tmp_path / "ours")
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
@@ -170,7 +169,7 @@ def test_a_saved_checkpoint_is_loaded_by_its_own_class(name, tmp_path):
     assert type(again) is type(reference) and not any(report.values()), report
     ids = torch.arange(70)[None]
     assert torch.equal(again(ids).logits, reference(ids).logits)
-    assert load_model(tmp_path / "ours")[0].config == model.config
+    assert load_checkpoint(tmp_path / "ours")[0].config == model.config
 
 
 @torch.no_grad()
@@ -181,7 +180,7 @@ def test_bf16_is_no_further_from_float32_than_transformers(tmp_path):
         transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=dtype)
         for dtype in (torch.bfloat16, torch.float32)
     )
-    model, _ = load_model(tmp_path, dtype="bfloat16")
+    model, _ = load_checkpoint(tmp_path, dtype="bfloat16")
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 320, (300,), generator=generator)  # bf16 cannot count beyond 256
     expected = exact(ids[None]).logits[0]
@@ -191,7 +190,7 @@ def test_bf16_is_no_further_from_float32_than_transformers(tmp_path):
     ]
     assert errors[0] < 0.95 * errors[1], errors
 
-    cast = load_model(tmp_path)[0].to(torch.bfloat16)
+    cast = load_checkpoint(tmp_path)[0].to(torch.bfloat16)
     assert torch.equal(logits_of(cast, ids), logits_of(model, ids)), "the frequencies stay fp32"
 
 
@@ -226,7 +225,7 @@ def test_recomputation_keeps_one_row_of_the_residual_stream_a_token_and_layer():
 def test_rotary_frequencies_do_not_depend_on_the_default_device(name, tmp_path):
     """Nothing is computed on "meta", where models are made, nor on a GPU that is the default."""
     random_transformers_model(name).save_pretrained(tmp_path)
-    model, _ = load_model(tmp_path)
+    model, _ = load_checkpoint(tmp_path)
     expected = model.rope_frequencies(torch.device("cpu"))
     scaled_frequencies.cache_clear()
     with torch.device("meta"):

@@ -11,8 +11,7 @@ from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
-from nanorchestra.formats.load import load_model
-from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors
+from nanorchestra.model.checkpoint import copy_weights, load_checkpoint, named_hf_tensors
 from nanorchestra.model.lora import adapters, add_adapters, copy_adapters, on_the_same_base
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -123,7 +122,7 @@ def test_the_saved_model_has_the_adapters_merged_into_the_widened_base(make_trai
     assert run.train()
     model, trained = run.trainer.model, dict(named_hf_tensors(run.trainer.model))
     assert run.folder.summary()["parameters"] == run.trainer.parameters()
-    loaded, _ = load_model(run.folder.path / "model")
+    loaded, _ = load_checkpoint(run.folder.path / "model")
     for name, tensor in named_hf_tensors(loaded):
         assert torch.equal(tensor, trained.pop(name)), name
     assert not trained

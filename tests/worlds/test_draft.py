@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanorchestra.formats.load import load_model
+from nanorchestra.model.checkpoint import load_checkpoint
 from worlds.miniature import draft as program
 from worlds.miniature.world import Miniature
 from worlds.toolscale.small import small_world
@@ -23,7 +23,7 @@ def test_a_draft_loads_and_is_a_function_of_its_seed(tmp_path, sandbox, monkeypa
     assert files["a"] == files["b"]
     assert files["a"]["tokenizer.json"] == files["c"]["tokenizer.json"]
     assert files["a"]["model.safetensors"] != files["c"]["model.safetensors"]
-    model, tokenizer = load_model(tmp_path / "a")
+    model, tokenizer = load_checkpoint(tmp_path / "a")
     ids = tokenizer.encode(world.task("train", 0).question)
     assert max(ids) < tokenizer.vocab_size <= model.config.vocab_size
 
@@ -32,6 +32,6 @@ def test_a_draft_of_the_world_domains_reads_its_tasks(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "LESSONS", 20)
     world = small_world(1, "domains")
     program.draft(world, 1, tmp_path / "new")
-    _, tokenizer = load_model(tmp_path / "new")
+    _, tokenizer = load_checkpoint(tmp_path / "new")
     task = world.task("train", 0)
     assert tokenizer.decode(tokenizer.encode(task.question)) == task.question
