@@ -19,6 +19,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Required
+
+from pydantic import StrictFloat, StrictInt
+from typing_extensions import TypedDict
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.world import Lesson, Split
@@ -26,9 +30,10 @@ from nanorchestra.config import DRAWN, TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
 from nanorchestra.records import Bounds, Preference, Task, ToolCall
-from nanorchestra.schemas import Json, argument_error, check, whole_characters
+from nanorchestra.schemas import Json, argument_error, whole_characters
 from nanorchestra.tools.limits import Allowance, Tool, all_ban_names
 from nanorchestra.tools.models import ExpertTool
+from nanorchestra.validation import Text, validated
 from worlds import catalogue, preferences
 from worlds.judge import grade
 from worlds.wording import worded
@@ -48,6 +53,26 @@ HELD_OUT = "held_out"  # the split of every fifth question, by its hash
 EVERY = 5
 MISTAKES = 8  # wrong answers that simulated experts choose from
 READ = 1500  # tokens that an expert reads in a usual call, for the bounds of a reward
+
+
+class CallForm(TypedDict, total=False):
+    """A call that a row demonstrates."""
+
+    tool: Required[str]
+    arguments: Json
+    thought: str
+
+
+class RowForm(TypedDict, total=False):
+    """A row of a file, its fields under the names that are used here; what is else there is not."""
+
+    id: Any
+    kind: Any
+    question: Required[Text]
+    answer: Required[Text | StrictInt | StrictFloat]
+    preference: str
+    vector: Json
+    calls: list[CallForm]
 
 
 @dataclass(frozen=True)
@@ -305,7 +330,8 @@ def _row(value, file, number):
         if field not in (None, "", {}):
             known.setdefault(NAMES.get(name.lower(), name.lower()), field)
     require("image" not in known, f"{where}: the question has an image, which no tool can see")
-    check(known, "question", where)
+    used = {name: field for name, field in known.items() if name in RowForm.__annotations__}
+    validated(RowForm, used, where)
     text, vector = known.get("preference", ""), known.get("vector", {})
     preference = Preference.of(text, vector, where) if vector or text else None
     return QuestionRow(

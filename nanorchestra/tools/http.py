@@ -18,14 +18,17 @@ from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from types import MappingProxyType
+from typing import Any
 
 from requests import ConnectionError as NoConnection
 from requests import Request, Session
 from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
-from nanorchestra.schemas import Json, bounded_json, schema_error
+from nanorchestra.errors import UserError
+from nanorchestra.schemas import Json, bounded_json
 from nanorchestra.tools.threads import in_daemon
+from nanorchestra.validation import Form, validated
 
 REQUESTS = 3
 RETRIED = (408, 409, 429)  # and every status from 500
@@ -67,13 +70,13 @@ class EndpointError(Exception):
 def post(
     url: str,
     body: Json,
-    schema: Json,
+    form: type[Form],
     key_variable: str,
     timeout_s: float,
     header_variables: Mapping[str, str] = MappingProxyType({}),
     requests: int = REQUESTS,
-) -> tuple[Json, tuple[int, float, float]]:
-    """Returns a JSON reply that fits `schema`, and (repeated requests, seconds, those waited).
+) -> tuple[Form, tuple[int, float, float]]:
+    """Returns a JSON reply in a form, and (repeated requests, seconds, those waited).
 
     All of it takes `timeout_s` seconds at most; those waited passed before the last request. A
     connection error and the status 408, 409, 429 or from 500 are tried again, after a random wait
@@ -94,7 +97,7 @@ def post(
     end, waited = start + timeout_s, 0.0
     for attempt in range(requests):
         content = BytesIO(sent.encode())  # the connection reads what it sends
-        asking = in_daemon(partial(_ask, url, content, headers, end, schema, secrets))
+        asking = in_daemon(partial(_ask, url, content, headers, end, form, secrets))
         try:
             reply = asking.result(max(end - time.monotonic(), 0.0))
             return reply, (attempt, time.monotonic() - start, waited)
@@ -142,7 +145,7 @@ def count_tokens(text: str) -> int:
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
-def _ask(url, content, headers, end, schema, secrets) -> Json:
+def _ask(url, content, headers, end, form, secrets) -> Any:
     """Returns the reply to one request. EndpointError; TimeoutError from the time `end` on.
 
     requests bounds the connection and each wait for bytes; the chunks are bounded here. So a thread
@@ -179,7 +182,7 @@ def _ask(url, content, headers, end, schema, secrets) -> Json:
         problem = f"the reply has more than {MOST_BYTES >> 20} MiB"
     if problem:
         raise EndpointError(problem, text)
-    return _json_of(text, schema, secrets)
+    return _json_of(text, form, secrets)
 
 
 def _cause(error) -> str:
@@ -213,7 +216,7 @@ def _message(body) -> str:
     return body
 
 
-def _json_of(text, schema, secrets) -> Json:
+def _json_of(text, form, secrets) -> Any:
     """Returns the JSON of a reply. EndpointError if it is another; what was begun as JSON is kept.
 
     A gateway's page is no reply that was begun, nor is an error object.
@@ -229,6 +232,7 @@ def _json_of(text, schema, secrets) -> Json:
         code = error.get("code") if isinstance(error, dict) else None
         problem = f"the endpoint says: {_message(json.dumps({'error': error}))}"
         raise EndpointError(problem, bad_request=code in BAD_REQUEST)
-    if problem := schema_error(reply, schema):
-        raise EndpointError(f"not the reply that was asked for: {problem}", text)
-    return reply
+    try:
+        return validated(form, reply, "not the reply that was asked for", extra="allow")
+    except UserError as error:
+        raise EndpointError(str(error), text) from None

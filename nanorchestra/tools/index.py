@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import faiss
 import torch
+from typing_extensions import TypedDict
 
 from nanorchestra.errors import UserError, require
-from nanorchestra.schemas import SHAPES, whole_characters
+from nanorchestra.schemas import whole_characters
 from nanorchestra.tools.devices import current
 from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.http import EndpointError, post
@@ -65,6 +66,20 @@ def insert(opened: sqlite3.Connection, passages: Iterable[Passage]) -> None:
     """Writes passages into a new database, with their words."""
     opened.execute(TABLE)
     opened.executemany(INSERT, (passage[:2] for passage in passages))
+
+
+class Hit(TypedDict):
+    """A passage that was found."""
+
+    text: str
+    source: str
+    score: float
+
+
+class Found(TypedDict):
+    """What a search server answers."""
+
+    passages: list[Hit]
 
 
 class Index:
@@ -207,5 +222,5 @@ class RemoteIndex:
         """Returns what the server's index finds. Raises EndpointError, in bounded time."""
         body = {"query": query[:QUERY_CHARS], "k": k}
         url = f"{self.address}/search"
-        reply, _ = post(url, body, SHAPES["search_reply"], "", TIMEOUT_S)
-        return [Passage(row["text"], row["source"], row["score"]) for row in reply["passages"]]
+        reply, _ = post(url, body, Found, "", TIMEOUT_S)
+        return [Passage(hit["text"], hit["source"], hit["score"]) for hit in reply["passages"]]

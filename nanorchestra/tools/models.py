@@ -13,11 +13,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
-from nanorchestra.schemas import SHAPES, Json, arguments_schema
+from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.failures import failed
 from nanorchestra.tools.http import REQUESTS, EndpointError, count_tokens, post, secret
 from nanorchestra.tools.limits import Allowance, Tool
@@ -30,6 +34,39 @@ LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
 LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
 TOLD: set[str] = set()  # what was told: variables that are not set, orchestrators that take long
 SERVED = "+tools"  # after the name of a model: the whole loop of an orchestrator (serve.py --http)
+
+
+class Function(TypedDict):
+    """The function of a call; its arguments are whatever the model writes."""
+
+    name: str
+
+
+class Call(TypedDict):
+    """A call of a tool."""
+
+    function: Function
+
+
+class Message(TypedDict, total=False):
+    """An assistant's message, with content in any form."""
+
+    reasoning: str | None
+    reasoning_content: str | None
+    refusal: str | None
+    tool_calls: list[Call] | None
+
+
+class Choice(TypedDict):
+    """One answer to a request."""
+
+    message: Message
+
+
+class Completion(TypedDict):
+    """What must be right in an OpenAI chat completion; there is more, which may be wrong."""
+
+    choices: Annotated[list[Choice], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -105,11 +142,10 @@ class Endpoint:
         return message, tokens
 
     def _post(self, body, timeout_s) -> tuple[Json, tuple[int, float, float]]:
-        url, shape = f"{self.base_url.rstrip('/')}/chat/completions", SHAPES["completion"]
         return post(
-            url,
+            f"{self.base_url.rstrip('/')}/chat/completions",
             body,
-            shape,
+            Completion,
             self.key_variable,
             timeout_s,
             self.header_variables,

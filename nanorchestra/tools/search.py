@@ -6,10 +6,13 @@ the environment and reaches no message and no file.
 
 import os
 from dataclasses import dataclass, field
+from typing import Required
+
+from typing_extensions import TypedDict
 
 from nanorchestra.errors import require
 from nanorchestra.records import RESULT_WORDS, ToolResult
-from nanorchestra.schemas import SHAPES, Json, arguments_schema
+from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import post
 from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.replies import Reply
@@ -20,6 +23,22 @@ KEY_VARIABLE = "TAVILY_API_KEY"
 QUERY_CHARS = 400  # Tavily's limit
 PAGE_CHARS = 10_000  # of a document; a page is cut there
 MIN_CHARS = 100  # of a page; a shorter one is replaced by the excerpts of the search
+
+
+class Page(TypedDict, total=False):
+    """A result: excerpts of a page, and all of its text where that was read."""
+
+    url: Required[str]
+    title: str | None
+    content: str | None
+    raw_content: str | None
+    score: float | None
+
+
+class Results(TypedDict):
+    """What Tavily answers to /search, as far as it is read here."""
+
+    results: list[Page]
 
 
 @dataclass
@@ -77,7 +96,7 @@ class WebSearch(Tool):
         body |= {"max_results": self.pages, "include_raw_content": "text"}
 
         def ask() -> Reply:
-            reply, spent = post(url, body, SHAPES["tavily"], KEY_VARIABLE, self.timeout_s)
+            reply, spent = post(url, body, Results, KEY_VARIABLE, self.timeout_s)
             return Reply(reply["results"], (0, 0), *spent)
 
         def paid() -> Reply:

@@ -273,7 +273,7 @@ def test_many_calls_are_open_at_once_and_each_has_its_own_reply(server):
         return {"text": body["text"] * 2}
 
     def call(text):
-        replies[text] = http.post(f"{server.url}/x", {"text": text}, {}, "NO_KEY", 20.0)[0]
+        replies[text] = http.post(f"{server.url}/x", {"text": text}, dict, "NO_KEY", 20.0)[0]
 
     server.answer = answer
     with nothing_stays():

@@ -222,9 +222,9 @@ def test_a_row_that_is_no_question_is_left_out_with_one_line(tmp_path, capsys):
     (row,) = load_rows(lines(tmp_path / "rows.jsonl", bad))
     assert (row.question, row.answer) == ("Who?", "Ada")
     said = capsys.readouterr().err
-    assert "5 of 6 rows are left out" in said and "line 1: 'answer' is a required" in said
+    assert "5 of 6 rows are left out" in said and "line 1: answer is missing" in said
     assert said.count("\n") == 1
-    with pytest.raises(UserError, match="line 1: 'answer' is a required"):
+    with pytest.raises(UserError, match="line 1: answer is missing"):
         load_rows(lines(tmp_path / "rows.jsonl", bad[:1]))
 
 
