@@ -5,6 +5,7 @@ It is converted once, into the user's cache, by the package `gguf`. llama.cpp's
 float32.
 """
 
+import fcntl
 import os
 import re
 import sys
@@ -75,13 +76,23 @@ PRE_TOKENIZERS = {
 def converted(path: Path) -> Path:
     """Returns the directory of a GGUF file, which may be the first of several parts. UserError.
 
-    A file with the same name, size and time of change is not converted again.
+    A file with the same name, size and time of change is not converted again. Of several processes
+    one converts, and the others wait.
     """
     state = path.stat()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanorchestra"
     target = cache / "gguf" / f"{path.stem}-{state.st_size}-{state.st_mtime_ns}-{FORM}"
     if target.exists():
         return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target.with_name(f"{target.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _convert(path, target)
+    return target
+
+
+def _convert(path, target) -> None:
     print(f"{path}: is read, to be converted once", file=sys.stderr)
     readers = [_reader(part) for part in _parts(path)]
     metadata = {name: field.contents() for name, field in readers[0].fields.items()}
@@ -101,7 +112,6 @@ def converted(path: Path) -> Path:
             _tokenizer(path, metadata).save(str(directory / "tokenizer.json"))
             write_json(directory / "tokenizer_config.json", _tokenizer_config(metadata))
         write_shards(directory, _tensors(path, config, stored))
-    return target
 
 
 def _parts(path) -> list[Path]:

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanorchestra.errors import require
-from nanorchestra.files import read_json, read_text, read_toml, write_whole
+from nanorchestra.files import read_text, read_toml, write_whole
 from nanorchestra.schemas import Json
 
 QWEN3 = read_toml(Path(__file__).with_name("tokens.toml"))
@@ -93,10 +93,9 @@ class Tokenizer:
         Raises UserError if it is no byte-level BPE.
         """
         file = Path(path) / "tokenizer.json"
-        data = read_json(file)
-        is_bpe = data["model"]["type"] == "BPE"
+        backend = tokenizers.Tokenizer.from_str(read_text(file))
+        is_bpe = isinstance(backend.model, models.BPE)
         require(is_bpe, f"{file}: model.type: expected 'BPE', as Qwen's is")
-        backend = tokenizers.Tokenizer.from_str(json.dumps(data))
         companions = {}
         for companion in COMPANIONS:
             beside = file.with_name(companion)

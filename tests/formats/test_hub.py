@@ -117,6 +117,14 @@ def test_without_a_network_the_cache_serves(hub, monkeypatch):
     assert "the hub cannot be reached" in line(formats.open, "Qwen/Qwen3-4B")
 
 
+@pytest.mark.parametrize(("rank", "opened"), [("0", [str(NANO)]), ("1", [])])
+def test_one_rank_of_a_node_downloads_or_converts(monkeypatch, rank, opened):
+    done = []
+    monkeypatch.setattr(formats, "open", done.append)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert fetch(str(NANO), Ranks()) == str(NANO) and done == opened
+
+
 @pytest.mark.parametrize(
     ("word", "fault", "expected"),
     [
