@@ -21,6 +21,7 @@ COMPILE_S = 30.0  # in which a grammar is waited for, the tokenizer of the first
 # Keywords by which several schemas hold for one text: llguidance intersects their automata.
 JOINING = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
 PATTERNS = 12  # that may be intersected: 12 take 0.1 s, 16 take 2 s, 20 take minutes
+VALUES = 20_000  # of all kinds: 20,000 properties take half a minute
 MULTIPLE = 100_000  # states of the automaton of `multipleOf`: 100,000 take 0.4 s, a million 15 s
 
 
@@ -54,14 +55,16 @@ def check_cost(schema: Json | None) -> None:
 
     Counted is what stands anywhere in the schema: a `$ref` may lead to it.
     """
-    keywords, patterns, multiples = set(), 0, []
+    keywords, patterns, multiples, values = set(), 0, [], 0
     for level in levels(schema):
+        values += len(level)
         for each in level:
             if isinstance(each, dict):
-                keywords |= each.keys()
+                keywords.update(each)
                 patterns += isinstance(each.get("pattern"), str)
                 if type(each.get("multipleOf")) in (int, float):
                     multiples.append(abs(Fraction(str(each["multipleOf"]))))
+    require(values <= VALUES, f"schema: it has {values:,} values, {VALUES:,} at most")
     joins = not keywords.isdisjoint(JOINING)
     require(
         patterns <= PATTERNS or not joins,

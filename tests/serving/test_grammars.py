@@ -27,6 +27,7 @@ HOSTILE = [
     {"allOf": [{"type": "integer", "multipleOf": p} for p in (7, 11, 13, 17, 19, 23, 29)]},
     {"type": "integer", "multipleOf": 2_000_003},
     {"type": "number", "multipleOf": 12345.678},
+    {"type": "object", "properties": {f"p{i}": {} for i in range(20_000)}},
 ]
 SLOW = [  # compiled, or refused by llguidance, within seconds
     {"allOf": PATTERNS[:12]},
@@ -61,7 +62,7 @@ def test_what_could_be_compiled_without_an_end_is_refused_at_once(guides):
     """Minutes and gigabytes without the check."""
     errors, seconds = guides(*HOSTILE)
     assert [type(error) for error in errors] == [UserError] * len(HOSTILE)
-    assert all("at most can be enforced" in str(error) for error in errors) and seconds < 0.1
+    assert all("at most" in str(error) for error in errors) and seconds < 0.1
 
 
 def test_what_is_innocent_is_compiled_beside_what_is_slow(guides):
