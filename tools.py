@@ -41,8 +41,6 @@ from nanorchestra.errors import ArgumentParser, UserError, command, nearest, req
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, schema_fault
-from nanorchestra.serving.listening import listen
-from nanorchestra.serving.retrieval import serve_index
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.entries import KINDS, Address, EndpointEntry, ExpertEntry, File
 from nanorchestra.tools.failures import failed
@@ -376,10 +374,14 @@ def main(arguments: list[str]) -> int:
     """Builds an index of a corpus for tools of the kind "search", or serves one to many of them."""
     given = parse(arguments)
     if given.command == "serve-index":
-        with listen(given.host, given.port) as listening:  # before a model is loaded
+        from nanorchestra.serving.retrieval import serve_index  # brings FastAPI
+
+        def load():
             index = open_index(given.path, given.device, given.embed)
             require(isinstance(index, Index), f"{given.path}: it is served there already")
-            serve_index(index, listening)
+            return index
+
+        serve_index(load, given.host, given.port)
         return 0
     count = build_index(given.path, given.out, given.embed, given.faiss)
     print(f"indexed {count} passages in {given.out}")

@@ -39,9 +39,9 @@ BELOW["docs"] = BELOW["worlds"] | {"worlds"} | COMMANDS
 
 OUTSIDE = "tests/", "benchmarks/", "examples/"  # examples are programs of users
 OPTIONAL = {"gguf", "huggingface_hub", "litellm", "tau2"}
-# They bring huggingface_hub, gguf, jinja2 and mcp, which few models and catalogues need.
+# They bring huggingface_hub, gguf, jinja2, mcp and FastAPI, which few commands need.
 DOORS = {f"nanorchestra.formats.{name}" for name in ("hub", "gguf", "template")}
-LAZY = DOORS | {"nanorchestra.tools.mcp"}
+LAZY = DOORS | {"nanorchestra.tools.mcp", "nanorchestra.serving.retrieval"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
 TORCH_FREE = (
     "engine.scheduler",

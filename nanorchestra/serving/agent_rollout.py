@@ -18,12 +18,13 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NotRequired
 
 import uvicorn
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from typing_extensions import TypedDict
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import SEED_STEP, Attempt, OnEvent, Rollout
@@ -31,7 +32,7 @@ from nanorchestra.engine.sequence import Completion
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.records import ToolCall, ToolResult, Turn
-from nanorchestra.schemas import Json, check
+from nanorchestra.schemas import Json
 from nanorchestra.serving.agents import (
     MODEL,
     AgentFailure,
@@ -39,30 +40,27 @@ from nanorchestra.serving.agents import (
     AttemptHandle,
     load_agent,
 )
-from nanorchestra.serving.http import CHAT, FORMS, answer, refuse
-from nanorchestra.serving.listening import address, application, listen, read_raw
-from nanorchestra.serving.protocol import Choice, parsed, read_body, usage
+from nanorchestra.serving.bodies import Body
+from nanorchestra.serving.http import CHAT, Credentials, answer, list_of_models, refuse
+from nanorchestra.serving.listening import address, application, listen
+from nanorchestra.serving.protocol import ChatRequest, Choice, require_values, usage
 from nanorchestra.tools.replies import REQUESTS
 
 MOST_BYTES = 32 << 20  # of a body
-FREE = {"response_format": ({"type": "text"},), "tool_choice": ("auto", "none")}
-CALLS = {  # the body of a request for calls
-    "type": "object",
-    "properties": {
-        "calls": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
-                "required": ["name"],
-            },
-            "minItems": 1,
-            "maxItems": 64,
-        }
-    },
-    "required": ["calls"],
-}
 BREATHS = 16  # turns of the event loop between two steps of the engine, for requests on the way
+
+
+class TaskCall(TypedDict):
+    """A call of one of the task's tools."""
+
+    name: str
+    arguments: NotRequired[Json]
+
+
+class CallsRequest(Body):
+    """The body of a request for calls."""
+
+    calls: list[TaskCall] = Field(min_length=1, max_length=64)
 
 
 def played_by(agent: str, rollout: Rollout, timeout_s: float) -> "AgentRollout":
@@ -170,14 +168,14 @@ class AgentAttempt(Attempt):
 
     # --- the policy
 
-    async def complete(self, body: Json) -> AsyncIterator[Json]:
+    async def complete(self, body: ChatRequest) -> AsyncIterator[Json]:
         """Samples the next turn; returns the chunks of the answer. HTTPException if it cannot."""
         async with self.asking:
             self._check(body)
             self._settle()
             self._continue(body)
             t = self.trajectory
-            asked = body.get("max_completion_tokens", body["max_tokens"])
+            asked = body.max_tokens
             room = min(self.limits.turn_tokens, self._room(), asked)
             tokens = self.user_limits.writable(room, *self.conversation.prices())
             if tokens <= 0:
@@ -204,15 +202,16 @@ class AgentAttempt(Attempt):
                 self.time_limit.reschedule(clock() + left_s)
 
     def _check(self, body):
-        """HTTPException for a request that is not served, or comes after the attempt's end."""
+        """Raises for a request that is not served, or comes after the attempt's end."""
         if self.cut or self.key not in self.rollout.attempts:
             raise HTTPException(400, f"the attempt is over ({self.cut or 'the agent has ended'})")
-        if body["n"] != 1:
-            raise HTTPException(400, "n: it must be 1; a run samples one continuation")
-        for name, free in FREE.items():
-            if body[name] not in free:
-                right = " or ".join(json.dumps(value) for value in free)
-                raise HTTPException(400, f"{name}: a run samples without a grammar: {right}")
+        require_values(
+            body,
+            "a run samples one continuation, without a grammar",
+            n=(1,),
+            response_format=({"type": "text"},),
+            tool_choice=("auto", "none"),
+        )
         if len(self.trajectory.turns) >= self.limits.turns:
             self._end("turn_limit", f"{self.limits.turns} turns have been sampled: rollout.turns")
 
@@ -233,9 +232,9 @@ class AgentAttempt(Attempt):
 
     def _continue(self, body):
         """Adds to the session what the messages of a body have beyond it, or begins another."""
-        messages, t = body["messages"], self.trajectory
+        messages, t = body.messages, self.trajectory
         plain = [_plain(message) for message in messages]
-        form = (body["tools"], body["chat_template_kwargs"])
+        form = (body.tools, body.chat_template_kwargs)
         count = len(self.known)
         extends = self.goes_on and form == self.form and plain[:count] == self.known
         if extends and len(plain) > count:
@@ -245,8 +244,8 @@ class AgentAttempt(Attempt):
             self._check_room(len(t.ids) - self.context_start + len(ids), len(ids))
             self.conversation.append(ids, messages[-1]["role"], [])
         else:
-            thinks = body["chat_template_kwargs"].get("enable_thinking")
-            ids = chat.encode(self.tokenizer, messages, body["tools"], thinks)
+            thinks = body.chat_template_kwargs.get("enable_thinking")
+            ids = chat.encode(self.tokenizer, messages, body.tools, thinks)
             self._check_room(len(ids), len(ids))
             self._close()
             self.context_start = len(t.ids)
@@ -285,7 +284,7 @@ class AgentAttempt(Attempt):
         said = {"role": "assistant"} | chunk["delta"]
         self.known = [*self.known, _plain(said)]
         first = {"choices": [chunk]}
-        if body["return_token_ids"]:
+        if body.return_token_ids:
             first["prompt_token_ids"] = t.ids[turn.context : turn.start]
         prompt = turn.start - turn.context
         counted = usage(prompt, len(completion.token_ids), completion.cached_tokens)
@@ -293,7 +292,7 @@ class AgentAttempt(Attempt):
 
     # --- the tools
 
-    async def call(self, calls: list[Json]) -> list[Json]:
+    async def call(self, calls: list[TaskCall]) -> list[Json]:
         """Runs calls of the task's tools side by side and bills them; returns their results."""
         async with self.calling:
             t = self.trajectory
@@ -366,15 +365,12 @@ class AttemptServer(uvicorn.Server):
     def __init__(self, rollout: AgentRollout):
         self.rollout = rollout
         self.defaults = {"max_tokens": rollout.engine.max_context, "temperature": 1.0, "top_p": 1.0}
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nanorchestra"}
-        models = JSONResponse({"object": "list", "data": [model]})
-        routes = [
-            Route("/v1/models", models, methods=["GET"]),
-            Route(CHAT, self._turn, methods=["POST"]),
-            Route("/v1/attempts/{key}/calls", self._calls, methods=["POST"]),
-        ]
+        app = application(refuse, "127.0.0.1", MOST_BYTES)
+        app.get("/v1/models")(self._list_models)
+        app.post(CHAT)(self._turn)
+        app.post("/v1/attempts/{key}/calls")(self._calls)
         config = uvicorn.Config(
-            application(routes, refuse, "127.0.0.1"),
+            app,
             ws="none",
             lifespan="off",
             log_level="critical",
@@ -386,19 +382,16 @@ class AttemptServer(uvicorn.Server):
         """Leaves signals as they are."""
         return nullcontext()
 
-    async def _turn(self, request) -> Response:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        attempt = self._attempt(key.strip() if scheme.lower() == "bearer" else "")
-        form = FORMS[CHAT]
-        raw = await read_raw(request, MOST_BYTES)
-        body = read_body(raw, form.schema, self.defaults)
-        return answer(form.writer(body), body, await attempt.complete(body))
+    async def _list_models(self) -> JSONResponse:
+        return JSONResponse(list_of_models([MODEL]))
 
-    async def _calls(self, request) -> Response:
-        attempt = self._attempt(request.path_params["key"])
-        body = parsed(await read_raw(request, MOST_BYTES))
-        check(body, CALLS, "body")
-        return JSONResponse({"results": await attempt.call(body["calls"])})
+    async def _turn(self, body: ChatRequest, credentials: Credentials) -> Response:
+        attempt = self._attempt(credentials.credentials if credentials else "")
+        body = body.with_defaults(self.defaults)
+        return answer(body, await attempt.complete(body))
+
+    async def _calls(self, body: CallsRequest, key: str) -> JSONResponse:
+        return JSONResponse({"results": await self._attempt(key).call(body.calls)})
 
     def _attempt(self, key: str) -> AgentAttempt:
         """Returns the attempt of a key. HTTPException if none runs."""

@@ -9,17 +9,22 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
+from fastapi import Depends, Request
+from fastapi.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Send
 
@@ -27,21 +32,29 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.engine.sequence import Limits
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
+from nanorchestra.serving.bodies import dumps
 from nanorchestra.serving.grammars import Grammars
-from nanorchestra.serving.listening import REFUSED, address, application, listen, read_raw, serve
+from nanorchestra.serving.listening import (
+    REFUSED,
+    address,
+    application,
+    listen,
+    serve,
+    status_and_line,
+)
 from nanorchestra.serving.orchestrate import MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import (
     KEEP_ALIVE,
-    OPENAPI,
+    Answer,
+    AnyRequest,
+    ChatRequest,
     Choice,
+    CompletionRequest,
+    Problem,
+    Refusal,
     as_choices,
-    as_prompts,
-    count_choices,
-    dumps,
-    form_of,
     merge,
     nothing_yet,
-    read_body,
     usage,
 )
 from nanorchestra.serving.service import Record, Service
@@ -67,19 +80,30 @@ def page_policy(page: str) -> str:
     )
 
 
-JSON = "application/json"
-SMALL = 16 << 10  # bytes of a body that does not wait behind large ones
+PAGE_POLICY = page_policy(PAGE)
+
 DRAIN_S = 20.0  # until what runs is ended, once the server is
+CHAT = "/v1/chat/completions"
+REPLIES = {  # of a chat and of a completion, for /openapi.json
+    200: {"model": Answer, "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    "4XX": {"model": Refusal, "description": "The request is wrong; param names the field."},
+    "5XX": {"model": Refusal, "description": "The model, a tool or the server failed."},
+}
+# The bearer token of a request, "" without one.
+BEARER = HTTPBearer(auto_error=False)
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)]
 
 
 class ChunkWriter:
-    """Writes the chunks of a chat or of a completion, as one `answer` or each as a `chunk`."""
+    """Writes the chunks of a chat or of a completion, as one answer or as a stream."""
 
-    def __init__(self, answer: str, chunk: str, body: Json):
-        kind = chunk if body["stream"] else answer
+    def __init__(self, body: AnyRequest):
+        kind = "text_completion"
+        if isinstance(body, ChatRequest):
+            kind = "chat.completion.chunk" if body.stream else "chat.completion"
         self.head = {"id": secrets.token_hex(12), "created": int(time.time())}
-        self.head |= {"model": body["model"], "object": kind}
-        self.has_usage = body["stream_options"].get("include_usage")
+        self.head |= {"model": body.model, "object": kind}
+        self.has_usage = body.stream_options.get("include_usage")
 
     async def whole(self, chunks: AsyncIterator[Json]) -> AsyncIterator[bytes]:
         """Yields one answer of all chunks."""
@@ -104,23 +128,6 @@ class ChunkWriter:
             elif self.has_usage or "usage" not in chunk:
                 yield b"data: %b,%b\n\n" % (begin, dumps(chunk)[1:])
         yield b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True)
-class BodyForm:
-    """The schema of a body, and what writes its answer."""
-
-    schema: str
-    writer: Callable[[Json], ChunkWriter]
-
-
-CHAT = "/v1/chat/completions"
-CHUNKS = partial(ChunkWriter, "chat.completion", "chat.completion.chunk")
-TEXTS = partial(ChunkWriter, "text_completion", "text_completion")
-FORMS = {
-    CHAT: BodyForm("ChatRequest", CHUNKS),
-    "/v1/completions": BodyForm("CompletionRequest", TEXTS),
-}
 
 
 class Server(uvicorn.Server):
@@ -163,31 +170,23 @@ class Server(uvicorn.Server):
         if rollout.tokenizer.markers:
             self.models.append(name + SERVED)
         self.grammars = Grammars(rollout.tokenizer)
-        # A thread each: reading bodies holds the interpreter, which the engine needs too.
-        self.small, self.large = (ThreadPoolExecutor(1, name) for name in ("small", "large"))
         self.facts = {"models": self.models} | (about or {})
-        model = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
-        models = [model | {"id": name} for name in self.models]
-        answers = {
-            "/": HTMLResponse(PAGE, headers={"content-security-policy": page_policy(PAGE)}),
-            "/page.json": self._page_facts,
-            "/health": JSONResponse({"status": "ok"}),
-            "/openapi.json": JSONResponse(OPENAPI),
-            "/v1/models": JSONResponse({"object": "list", "data": models}),
-            "/metrics": self._metrics,
-        }
-        routes = [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
-        routes += [Route(path, self._complete, methods=["POST"]) for path in FORMS]
-        lifespan = None
-        if more is not None:
-            route, lifespan = more(self, self._raw)
-            routes.append(route)
-        self.paths = [route.path for route in routes]
+        route, lifespan = more(self, self._raw) if more is not None else (None, None)
+        most_bytes = (1 << 16) + 32 * self.limits.context
+        app = application(refuse, host, most_bytes, lifespan)
+        key_needed = [Depends(self._check_key)]
+        app.get("/")(self._page)
+        app.get("/page.json", include_in_schema=False, dependencies=key_needed)(self._page_facts)
+        app.get("/health")(self._health)
+        app.get("/metrics", response_class=PlainTextResponse)(self._metrics)
+        app.get("/v1/models")(self._list_models)
+        for path, complete in ((CHAT, self._chat), ("/v1/completions", self._continue)):
+            app.post(path, responses=REPLIES, dependencies=key_needed)(complete)
+        if route is not None:
+            app.router.routes.append(route)
+        self.has_mcp = route is not None
         config = uvicorn.Config(
-            application(routes, refuse, host, lifespan),
-            ws="none",
-            log_level="warning",
-            timeout_graceful_shutdown=int(DRAIN_S) + 5,
+            app, ws="none", log_level="warning", timeout_graceful_shutdown=int(DRAIN_S) + 5
         )
         super().__init__(config)
 
@@ -197,90 +196,105 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         self.service.close()
 
-    def _metrics(self, request) -> Response:
-        engine = self.service.engine
-        if engine is None:
-            return Response(f"nanorchestra_requests_running {len(self.service.remote)}\n")
-        queues, blocks = engine.scheduler, engine.blocks
-        rows = {f"{name}_total": value for name, value in engine.stats.items()}
-        rows |= self.service.seconds | {
-            "requests_waiting": len(queues.waiting),
-            "requests_running": len(queues.running),
-            "pages": blocks.num_pages,
-            "pages_used": blocks.num_pages - blocks.available,
-        }
-        return Response("".join(f"nanorchestra_{name} {rows[name]}\n" for name in rows))
+    async def _page(self) -> HTMLResponse:
+        """A page to chat."""
+        return HTMLResponse(PAGE, headers={"content-security-policy": PAGE_POLICY})
 
-    def _page_facts(self, request) -> Response:
+    async def _page_facts(self) -> JSONResponse:
         """What the page knows of the models and the tools: no more than who may ask."""
-        self._check_key(request)
         return JSONResponse(self.facts)
 
-    async def _complete(self, request) -> Response:
-        """Answers a body, at once or as a stream."""
-        form = FORMS[request.url.path]
-        raw = await self._raw(request)
-        body, chunks = await self._open(raw, form)
-        return answer(form.writer(body), body, chunks)
+    async def _health(self) -> JSONResponse:
+        """Answers while the server lives."""
+        return JSONResponse({"status": "ok"})
 
-    def _check_key(self, request):
+    async def _list_models(self) -> JSONResponse:
+        """The models."""
+        return JSONResponse(list_of_models(self.models))
+
+    async def _metrics(self) -> PlainTextResponse:
+        """Counts of requests, pages and tokens, for Prometheus."""
+        engine = self.service.engine
+        if engine is None:
+            rows = {"requests_running": len(self.service.remote)}
+        else:
+            queues, blocks = engine.scheduler, engine.blocks
+            rows = {f"{name}_total": value for name, value in engine.stats.items()}
+            rows |= self.service.seconds | {
+                "requests_waiting": len(queues.waiting),
+                "requests_running": len(queues.running),
+                "pages": blocks.num_pages,
+                "pages_used": blocks.num_pages - blocks.available,
+            }
+        lines = [f"nanorchestra_{name} {value}\n" for name, value in rows.items()]
+        return PlainTextResponse("".join(lines))
+
+    async def _chat(self, body: ChatRequest) -> Response:
+        """Answers a conversation: NAME samples the model, NAME+tools runs the server's tools."""
+        return await self._complete(body)
+
+    async def _continue(self, body: CompletionRequest) -> Response:
+        """Continues texts or ids."""
+        return await self._complete(body)
+
+    async def _check_key(self, credentials: Credentials) -> None:
         """Raises HTTPException if the client may not ask."""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        is_right = secrets.compare_digest(key.strip().encode(), self.key.encode())
-        if self.key and not (is_right and scheme.lower() == "bearer"):
+        given = credentials.credentials if credentials else ""
+        if self.key and not secrets.compare_digest(given.encode(), self.key.encode()):
             raise HTTPException(401, "the API key is missing or wrong")
 
-    async def _raw(self, request):
-        """The bytes of a body. HTTPException if the client may not ask, or sends too much."""
-        self._check_key(request)
-        media = request.headers.get("content-type", "").partition(";")[0]
-        if media.strip().lower() != JSON:
-            raise HTTPException(415, f"the Content-Type must be {JSON}")
-        most = (1 << 16) + 32 * self.defaults["max_tokens"]
-        return await read_raw(request, most)
+    async def _raw(self, request: Request) -> bytes:
+        """Returns the bytes of a body. HTTPException if the client may not ask."""
+        await self._check_key(await BEARER(request))
+        return await request.body()
 
-    async def _open(self, raw, form):
-        """A checked body, and the chunks of its answer. What is cheap is checked first."""
-        loop = asyncio.get_running_loop()
-        thread = self.small if len(raw) <= SMALL else self.large
-        body, prompts = await loop.run_in_executor(thread, self._read, raw, form)
-        if body["model"] != self.alone:
-            return body, orchestrated(self.service, self.rollout, self.make_environment, body)
-        tokenizer, guide = self.rollout.tokenizer, None
-        if (held := form_of(body)) is not None:
-            guide = await self.grammars.guide(held)
-        choices = as_choices(body, prompts, guide)
-        return body, sampled(self.service, tokenizer, body, choices)
+    async def _complete(self, body):
+        """Answers a body, at once or as a stream. What is cheap is checked first."""
+        body = body.with_defaults(self.defaults)
+        self._check(body)
+        is_alone, too_long = body.model == self.alone, ""
+        try:
+            prompts = await asyncio.to_thread(self._prompts, body)
+        except UserError as error:
+            if is_alone or len(body.messages) == 1:
+                raise
+            # A world's task stands alone: orchestrate.py knows whether this is one.
+            body, too_long = body.model_copy(update={"messages": body.messages[-1:]}), str(error)
+            await asyncio.to_thread(self._prompts, body)
+        if is_alone:
+            form = body.form()
+            guide = None if form is None else await self.grammars.guide(form)
+            choices = as_choices(body, prompts, guide)
+            chunks = sampled(self.service, self.rollout.tokenizer, body, choices)
+        else:
+            chunks = orchestrated(self.service, self.rollout, self.make_environment, body, too_long)
+        return answer(body, chunks)
 
-    def _read(self, raw, form):
-        """A checked body, and the ids of its prompts, which fit the context."""
-        body = read_body(raw, form.schema, self.defaults)
-        if body["model"] not in self.models:
+    def _check(self, body):
+        """Raises UserError or HTTPException for a body that this server does not serve."""
+        if body.model not in self.models:
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
-        is_chat = "messages" in body
-        require(is_chat or body["model"] == self.alone, f"model: {body['model']} needs {CHAT}")
-        plain = is_chat and body["model"] == self.alone and not body.get("tools")
+        is_chat, is_alone = isinstance(body, ChatRequest), body.model == self.alone
+        require(is_chat or is_alone, f"model: {body.model} needs {CHAT}")
         require(
-            not (plain and self.needs_tools),
+            not (self.needs_tools and is_chat and is_alone and not body.tools),
             f"model: {self.alone} knows only its world's tools, and babbles without any; ask "
             f"for {self.models[-1]}",
         )
-        self.service.check_room(count_choices(body))
-        try:
-            return body, self._prompts(body)
-        except UserError as error:
-            if body["model"] == self.alone or len(body["messages"]) == 1:
-                raise
-            # A world's task stands alone: orchestrate.py knows whether this is one.
-            body |= {"messages": body["messages"][-1:], "too_long": str(error)}
-            return body, self._prompts(body)
+        self.service.check_room(body.choices)
 
     def _prompts(self, body):
         """The ids of the prompts of a body. UserError if they do not fit the context."""
-        prompts = as_prompts(body, self.rollout.tokenizer)
+        prompts = body.prompts(self.rollout.tokenizer)
         for ids in prompts:
             self.limits.check_length(len(self.limits.check_ids(ids)), sampled=1)
         return prompts
+
+
+def list_of_models(names: list[str]) -> Json:
+    """Returns OpenAI's list of models."""
+    model = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
+    return {"object": "list", "data": [model | {"id": name} for name in names]}
 
 
 class Parts(StreamingResponse):
@@ -305,7 +319,7 @@ async def sampled(service, tokenizer, body, prompts):
     """
     choices = [Choice(body, i, tokenizer, ids) for i, (ids, _) in enumerate(prompts)]
     first = {}  # what the first chunk has beside its choices
-    if body["return_token_ids"]:
+    if body.return_token_ids:
         first["prompt_token_ids"] = prompts[0][0]
     async with aclosing(service.sample(prompts)) as news:
         async for pairs in news:
@@ -316,18 +330,18 @@ async def sampled(service, tokenizer, body, prompts):
                 first = {}
             if all(choice.finish_reason for choice in choices):  # a stop, before the ids end
                 break
-    prompt = sum(len(ids) for ids, _ in prompts[:: body["n"]])
+    prompt = sum(len(ids) for ids, _ in prompts[:: body.n])
     count = sum(choice.count for choice in choices)
     cached = sum(request.cached_tokens or 0 for request, _ in pairs)
     reasoning = sum(choice.reasoning(pair[0]) for choice, pair in zip(choices, pairs, strict=True))
     yield {"choices": [], "usage": usage(prompt, count, cached, reasoning)}
 
 
-def answer(writer: ChunkWriter, body: Json, chunks: AsyncIterator[Json]) -> Response:
+def answer(body: AnyRequest, chunks: AsyncIterator[Json]) -> Response:
     """Returns the response of the chunks, at once or as a stream."""
-    parts = writer.stream(chunks) if body["stream"] else writer.whole(chunks)
-    parts = until_error(parts)
-    media = "text/event-stream" if body["stream"] else JSON
+    writer = ChunkWriter(body)
+    parts = until_error(writer.stream(chunks) if body.stream else writer.whole(chunks))
+    media = "text/event-stream" if body.stream else "application/json"
     return Parts(parts, media_type=media, background=BackgroundTask(chunks.aclose))
 
 
@@ -347,20 +361,16 @@ async def until_error(parts):
         yield b"data: %b\n\n" % dumps({"error": problem})
 
 
-def problem_of(error):
+def problem_of(error: Exception) -> tuple[int, Problem]:
     """Returns the status for an exception, and OpenAI's form of it."""
-    status, message = getattr(error, "status_code", 500), getattr(error, "detail", "internal error")
-    if isinstance(error, UserError):
-        status, message = 400, str(error)
-    elif isinstance(error, TimeoutError):
-        status, message = 504, "the request took too long"
+    status, message = status_and_line(error)
     field = re.match(r"[\w.[\]]+(?=: )", message)  # a message begins with it
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = error.code if isinstance(error, UserError) else None
     return status, {"message": message, "type": kind, "param": field and field[0], "code": code}
 
 
-def refuse(request: Any, error: Exception) -> Response:
+async def refuse(request: Request, error: Exception) -> Response:
     """Returns the response for an exception."""
     status, problem = problem_of(error)
     return JSONResponse({"error": problem}, status)
@@ -370,6 +380,6 @@ def serve_http(server: Server, port: int) -> None:
     """Listens until SIGTERM or SIGINT. UserError if it cannot."""
     listening = listen(server.host, port)
     place = address(listening)
-    more = f", MCP at {place}/mcp" if "/mcp" in server.paths else ""
+    more = f", MCP at {place}/mcp" if server.has_mcp else ""
     print(f"{' and '.join(server.models)} at {place}/v1, the page at {place}/{more}", flush=True)
     serve(server, listening)

@@ -6,49 +6,61 @@ The connections are uvicorn's. A reverse proxy in front bounds their number and 
 
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from nanorchestra.errors import UserError
+from nanorchestra.serving.bodies import first_line
 
 LOCAL = ["localhost", "127.0.0.1", "[::1]"]
-REFUSED = HTTPException, UserError, TimeoutError  # what a client is told of
+REFUSED = HTTPException, RequestValidationError, UserError, TimeoutError  # clients are told of
 BACKLOG = 512  # connections that the system keeps until they are accepted
 
 
 def application(
-    routes: Sequence[Route],
-    refuse: Callable[[Request, Exception], Response],
+    refuse: Callable[[Request, Exception], Awaitable[Response]],
     host: str,
+    most_bytes: int,
     lifespan: Any = None,
-) -> ASGIApp:
+) -> FastAPI:
     """Returns an application whose errors `refuse` answers; on loopback it has local names alone.
 
-    A web page of another name then cannot reach it by a name that leads to 127.0.0.1. `lifespan` is
-    starlette's: what holds while it is served.
+    A web page of another name then cannot reach it by a name that leads to 127.0.0.1. `most_bytes`
+    are those of a body. `lifespan` is FastAPI's: what holds while it is served.
     """
-    refusals = dict.fromkeys((*REFUSED, ClientDisconnect, Exception), refuse)
-    app = Starlette(routes=routes, exception_handlers=refusals, lifespan=lifespan)
-    return TrustedHostMiddleware(app, LOCAL if host in (*LOCAL, "::1") else ["*"])
+    app = FastAPI(
+        title="nanorchestra",
+        description="An orchestrator, and the model beneath it, as OpenAI's API.",
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers=dict.fromkeys((*REFUSED, Exception), refuse),
+        lifespan=lifespan,
+        max_body_size=most_bytes,
+    )
+    local = host in (*LOCAL, "::1")
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOCAL if local else ["*"])
+    return app
 
 
-async def read_raw(request: Request, most: int) -> bytes:
-    """Returns the bytes of a body. HTTPException if they are more than `most`."""
-    raw = bytearray()
-    async for part in request.stream():
-        raw += part
-        if len(raw) > most:
-            raise HTTPException(413, f"the body has more than {most} bytes")
-    return bytes(raw)
+def status_and_line(error: Exception) -> tuple[int, str]:
+    """Returns the status of an exception, and the line that a client is told."""
+    if isinstance(error, RequestValidationError):
+        if isinstance(error.body, bytes):
+            return 415, "the Content-Type must be application/json"
+        return 400, first_line(error.errors(), error.body)
+    if isinstance(error, HTTPException):
+        return error.status_code, error.detail
+    if isinstance(error, UserError):
+        return 400, str(error)
+    if isinstance(error, TimeoutError):
+        return 504, "the request took too long"
+    return 500, "internal error"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -32,12 +32,8 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.errors import UserError
 from nanorchestra.records import Limit
 from nanorchestra.schemas import Json, whole_characters
-from nanorchestra.serving.orchestrate import (
-    MOST_CHARACTERS,
-    REPORTED,
-    MakeEnvironment,
-    orchestrated,
-)
+from nanorchestra.serving.orchestrate import REPORTED, MakeEnvironment, orchestrated
+from nanorchestra.serving.protocol import ChatRequest, Names, Words
 from nanorchestra.serving.service import REQUEST_S, Service
 from nanorchestra.tools.threads import in_daemon
 from nanorchestra.validation import validated
@@ -56,12 +52,12 @@ class Question(BaseModel, extra="forbid"):
     question: Annotated[str, Field(max_length=MOST_QUESTION, pattern=r"\S")] = Field(
         description="The question, whole: earlier ones are not known."
     )
-    preference: Annotated[str, Field(max_length=MOST_CHARACTERS)] = Field(
+    preference: Words = Field(
         "", description="What counts, in words ('be cheap') or weights ('cost=1 latency=0.5')."
     )
     usd: Limit | None = Field(None, description="US dollars that the answer may cost at most.")
     seconds: Limit | None = Field(None, description="Seconds that the answer may take at most.")
-    never: list[str] = Field(
+    never: Names = Field(
         [], description="Names of tools, models or kinds of tools that may not be called."
     )
 
@@ -124,11 +120,11 @@ def tool_server(
     return Server(name, on_list_tools=listed, on_call_tool=called)
 
 
-def _body(arguments: Json, sampling: dict[str, float]) -> Json:
+def _body(arguments: Json, sampling: dict[str, float]) -> ChatRequest:
     """Returns the body of a request to NAME+tools. UserError if the arguments are wrong."""
-    metadata = validated(Question, arguments, TOOL).model_dump(exclude_unset=True)
+    metadata = validated(Question, arguments, TOOL).model_dump(exclude_defaults=True)
     messages = [{"role": "user", "content": metadata.pop("question")}]
-    return {"messages": messages, "metadata": metadata, "ignore_eos": False, **sampling}
+    return ChatRequest(model=TOOL, messages=messages, metadata=metadata, **sampling)
 
 
 def _line(error: Exception) -> str:

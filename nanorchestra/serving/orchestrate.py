@@ -1,10 +1,9 @@
 """The model NAME+tools: the whole loop runs in the server, and its chunks say what it does."""
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 
@@ -13,36 +12,58 @@ from starlette.exceptions import HTTPException
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.engine.sequence import Completion, OnToken, SamplingParams
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import require
 from nanorchestra.records import Preference, Price, Trajectory
-from nanorchestra.schemas import Json, check
-from nanorchestra.serving.protocol import OPENAPI, SAMPLING, nothing_yet, reasoning_tokens, usage
+from nanorchestra.schemas import Json
+from nanorchestra.serving.protocol import (
+    SAMPLING,
+    ChatRequest,
+    Metadata,
+    nothing_yet,
+    reasoning_tokens,
+    require_values,
+    usage,
+)
 from nanorchestra.serving.service import REQUEST_S, Service
 
 MakeEnvironment = Callable[[str, Preference, int], Environment]  # of a question, and a seed
-MOST_CHARACTERS = 2_000  # of the words of a preference
 KEEP_S = 5.0  # without a chunk, after which `nothing_yet` is one
 REPORTED = "status", "cost_usd", "latency_s", "calls"  # of the trajectory, in the last chunk
 
 
 async def orchestrated(
-    service: Service, rollout: Rollout, make: MakeEnvironment, body: Json
+    service: Service,
+    rollout: Rollout,
+    make: MakeEnvironment,
+    body: ChatRequest,
+    too_long: str = "",
 ) -> AsyncIterator[Json]:
     """Runs an attempt at the last message of a body; closed, it ends the attempt.
 
+    too_long: why earlier messages were left out, which only a world's task can do without.
+
     Yields reasoning, calls and results as they come, then the answer, then the usage.
     """
-    *before, last = body["messages"]
+    *before, last = body.messages
     right = "NAME+tools runs the server's own alone; with NAME the client runs those that it brings"
-    require(not body.get("tools"), f"tools: {right}")
-    check({**body, "last": last}, OPENAPI["components"]["schemas"]["WithTools"], "+tools")
-    seed = body.get("seed", secrets.randbits(62))
-    metadata = body.get("metadata") or {}
-    env = make(last["content"], preference_of(metadata), seed)
-    limited = env.task.preference.stricter(limits_of(metadata))
+    require(not body.tools, f"tools: {right}")
+    require(last["role"] == "user", "messages: the last must be the user's question")
+    require_values(
+        body,
+        "NAME+tools has no other",
+        tool_choice=("auto", "none"),
+        response_format=({"type": "text"},),
+        stop=([],),
+        n=(1,),
+        logprobs=(False,),
+        return_token_ids=(False,),
+    )
+    seed = secrets.randbits(62) if body.seed is None else body.seed
+    env = make(last["content"], preference_of(body.metadata), seed)
+    limited = env.task.preference.stricter(limits_of(body.metadata))
     env.task = replace(env.task, preference=limited)
     if not env.task.data:  # a world's task stands alone
-        require("too_long" not in body, body.get("too_long", ""))
+        require(not too_long, too_long)
         env.messages[:0] = before
     attempt = ServedAttempt(service, rollout, env, seed, body)
     async with aclosing(attempt.answer()) as chunks:
@@ -53,7 +74,9 @@ async def orchestrated(
 class ServedAttempt:
     """An attempt that a client follows in one answer."""
 
-    def __init__(self, service: Service, rollout: Rollout, env: Environment, seed: int, body: Json):
+    def __init__(
+        self, service: Service, rollout: Rollout, env: Environment, seed: int, body: ChatRequest
+    ):
         self.service, self.tokenizer = service, rollout.tokenizer
         self.chunks: asyncio.Queue[Json | None] = asyncio.Queue()  # None at the end
         served = copy(rollout)
@@ -70,7 +93,7 @@ class ServedAttempt:
 
     def _ask_engine(self, served, body):
         """Has the turns of a rollout sampled by the service, as the body says."""
-        sampling = {name: body[name] for name in SAMPLING}
+        sampling = {name: getattr(body, name) for name in SAMPLING}
 
         def open_conversation(attempt, start, prompt):
             return OrchestratorConversation(self.service, served.price, prompt)
@@ -82,12 +105,12 @@ class ServedAttempt:
 
     def _ask_endpoint(self, served, body):
         """Has an endpoint sample with the body's temperature; it has its own other settings."""
-        for name, neutral in (("top_p", 1.0), ("top_k", 0), ("ignore_eos", False)):
-            require(body[name] == neutral, f"{name}: an endpoint is given the temperature alone")
+        why = "an endpoint is given the temperature alone"
+        require_values(body, why, top_p=(1.0,), top_k=(0,), ignore_eos=(False,))
         params = served.params
 
         def with_temperature(seed, max_tokens):
-            return params(seed, max_tokens) | {"temperature": body["temperature"]}
+            return params(seed, max_tokens) | {"temperature": body.temperature}
 
         served.params = with_temperature
 
@@ -147,60 +170,32 @@ class ServedAttempt:
             return nothing_yet()
 
 
-def preference_of(metadata: Json) -> Preference:
-    """Returns the preference in a request's metadata.
+def preference_of(metadata: Metadata) -> Preference:
+    """Returns the preference in a request's metadata, with the limits beside it.
 
-    `preference` is a line as in the terminal, or a JSON object of weights and limits whose "text"
-    are the words; `usd`, `seconds` and `never` are limits beside it. OpenAI's clients send values
-    as strings: JSON in a string is read. UserError, also for one of these names in capitals or with
-    or without a final s; any other name belongs to the client, and is ignored.
+    UserError, also for a name of one of these in capitals or with or without a final s; any other
+    name belongs to the client, and is ignored.
     """
-    names, fields = ("preference", "usd", "seconds", "never"), {}
+    names = ("preference", "usd", "seconds", "never")
     meant = {name.removesuffix("s"): name for name in names}
     for name in metadata:
         near = meant.get(name.casefold().removesuffix("s"), name)
         require(near == name, f"metadata: there is no {name!r}; did you mean {near}?")
-    for name in names:
-        value = metadata.get(name)
-        if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                raise UserError(f"metadata.{name}: {value[:80]!r} is not JSON") from None
-        elif isinstance(value, str) and name == "never":
-            value = [ban.strip() for ban in value.split(",")]
-        elif isinstance(value, str) and name != "preference":
-            with suppress(ValueError):  # what is no number is refused by its name
-                value = json.loads(value)
-        if value is not None:
-            fields[name] = value
-    stated = fields.pop("preference", "")
-    limits = Preference.of("", fields, "metadata")
-    if isinstance(stated, str):
-        _check_text(stated)
-        return Preference.parse(stated, "metadata").stricter(limits)
-    require(isinstance(stated, dict), "metadata.preference: must be a text or an object")
-    vector = dict(stated)
-    text = vector.pop("text", "")
-    _check_text(text)
-    return Preference.of(text, vector, "metadata").stricter(limits)
+    stated = {name: metadata[name] for name in names if name in metadata}
+    wish = stated.pop("preference", "")
+    limits = Preference.of("", stated, "metadata")
+    if isinstance(wish, str):
+        return Preference.parse(wish, "metadata").stricter(limits)
+    weights = {name: value for name, value in wish.items() if name != "text"}
+    return Preference.of(wish.get("text", ""), weights, "metadata").stricter(limits)
 
 
-def limits_of(metadata: Json) -> Preference:
+def limits_of(metadata: Metadata) -> Preference:
     """Returns the limits that a caller hands over, an orchestrator of which this is an expert.
 
     They bind and are not said in the prompt. A ban may name what is not here.
     """
     return Preference.of("", metadata.get("limits", {}), "metadata.limits")
-
-
-def _check_text(text) -> None:
-    """Raises UserError unless the words of a preference are a text of MOST_CHARACTERS at most."""
-    require(isinstance(text, str), "metadata.preference.text: must be a text")
-    require(
-        len(text) <= MOST_CHARACTERS,
-        f"metadata.preference.text: has {len(text):,} characters; {MOST_CHARACTERS:,} at most",
-    )
 
 
 def _chunk(delta, reason=None, **extension):

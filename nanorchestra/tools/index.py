@@ -220,7 +220,7 @@ class RemoteIndex:
 
     def search(self, query: str, k: int = 3) -> list[Passage]:
         """Returns what the server's index finds. Raises EndpointError, in bounded time."""
-        body = {"query": query[:QUERY_CHARS], "k": k}
+        body = {"query": whole_characters(query[:QUERY_CHARS]), "k": k}
         url = f"{self.address}/search"
         reply, _ = post(url, body, Found, "", TIMEOUT_S)
         return [Passage(hit["text"], hit["source"], hit["score"]) for hit in reply["passages"]]

@@ -246,7 +246,9 @@ def test_requests_that_are_not_served_have_a_status_and_a_reason(ours, world):
         problems["no messages"] = post(chat, {}, key)
         assert post(chat, body, key) == (200, "")
         problems["calls"] = post(f"{attempt.url}/calls", {"calls": []})
-        problems["other"] = post(f"{attempt.base_url}/attempts/other/calls", {"calls": []})
+        problems["other"] = post(
+            f"{attempt.base_url}/attempts/other/calls", {"calls": [{"name": "x"}]}
+        )
         return {"reward": 0.5}
 
     t = one(ours, world, play)
@@ -255,7 +257,7 @@ def test_requests_that_are_not_served_have_a_status_and_a_reason(ours, world):
     assert statuses.pop("key") == statuses.pop("other") == 401
     assert set(statuses.values()) == {400}, problems
     assert all(message for _, message in problems.values())
-    assert "run samples without a grammar" in problems["choice"][1]
+    assert "a run samples one continuation, without a grammar" in problems["choice"][1]
 
 
 def test_calls_are_billed_and_run_side_by_side(ours, world):

@@ -27,6 +27,7 @@ from nanorchestra.tools.index import Index, Passage
 from tools import load_tools, main
 
 ROOT = Path(__file__).resolve().parents[2]
+JSON = {"Content-Type": "application/json"}
 PASSAGES = [
     Passage("Gold is yellow.", "gold.md"),
     Passage("Iron rusts in water.", "iron.md"),
@@ -92,25 +93,27 @@ def test_a_server_finds_what_its_index_finds(tmp_path):
 def test_a_bad_request_is_one_line_and_harms_nothing():
     with served(Index.of(PASSAGES)) as address:
         for body, status, says in (
-            (b"\xff", 400, "not JSON"),
-            (b"[" * 100_000, 400, "not JSON"),
-            (b"{}", 400, "'query' is a required property"),
-            (b'{"query": 7}', 400, "query: 7 is not of type 'string'"),
-            (b'{"query": "a", "k": 0}', 400, "k: 0 is less than the minimum of 1"),
-            (b'{"query": "a", "k": 1000000000}', 400, "k: 1000000000 is greater than the maximum"),
-            (b'{"query": "a", "k": 1e400}', 400, "k: "),
-            (b'{"query": "%s"}' % (b"a" * (1 << 20)), 413, "more than 131072 bytes"),
+            (b"\xff", 400, "error parsing the body"),
+            (b"[" * 100_000, 400, "error parsing the body"),
+            (b"{}", 400, "query: Field required"),
+            (b'{"query": 7}', 400, "query: should be a valid string, not 7"),
+            (b'{"query": "a", "k": 0}', 400, "k: should be greater than or equal to 1, not 0"),
+            (b'{"query": "a", "k": 1000000000}', 400, "k: should be less than or equal to 1000"),
+            (b'{"query": "a", "k": 1e400}', 400, "body: not JSON"),
+            (b'{"query": "a", "limit": 3}', 400, "limit: Extra inputs are not permitted"),
+            (b'{"query": "%s"}' % (b"a" * (1 << 20)), 413, "Too Large"),
         ):
-            answer = requests.post(f"{address}/search", body, timeout=5)
-            error = answer.json()["error"]
-            assert (answer.status_code, says in error, "\n" in error) == (status, True, False), (
-                error
-            )
+            answer = requests.post(f"{address}/search", body, headers=JSON, timeout=5)
+            assert answer.status_code == status and says in answer.text, answer.text
+            assert "\n" not in answer.text
+        assert requests.post(f"{address}/search", b'{"query": "a"}', timeout=5).status_code == 415
         for method, path, status in (("GET", "/search", 405), ("POST", "/", 404)):
             assert requests.request(method, address + path, timeout=5).status_code == status
         foreign = requests.get(f"{address}/health", headers={"Host": "evil.example"}, timeout=5)
         assert foreign.status_code == 400
-        whole = requests.post(f"{address}/search", b'{"query": "gold", "k": 2.0}', timeout=5)
+        whole = requests.post(
+            f"{address}/search", b'{"query": "gold", "k": 2.0}', headers=JSON, timeout=5
+        )
         assert [p["text"] for p in whole.json()["passages"]] == ["Gold is yellow."]
 
 
