@@ -18,7 +18,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Required
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.world import Split
@@ -26,12 +29,21 @@ from nanorchestra.errors import UserError, WorldError, require
 from nanorchestra.files import import_file
 from nanorchestra.records import Bounds, Preference, Task
 from nanorchestra.tools.functions import FunctionTool, is_within, tool
+from nanorchestra.validation import Number, Text, validated
 from worlds.judge import grade
 from worlds.wording import worded
 
 RESERVED = ("reset", "reward")  # methods that are no tools
-KEYS = {"question", "preference", "kind"}  # of a dictionary that reset returns, all text,
-BOUNDS = "bounds"  # and the most US dollars and seconds of an attempt
+Most = Annotated[Number, Field(ge=0)]
+
+
+class Stated(TypedDict, total=False):
+    """What reset returns; `bounds` are the most US dollars and seconds of an attempt."""
+
+    question: Required[Text]
+    preference: str
+    kind: str
+    bounds: tuple[Most, Most]
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class UserWorld:
         where = f"{self.name}: {self.kind.__name__}.reset: preference"
         preference = worded(Preference.parse(stated.get("preference", ""), where))
         preference.check_names(where, names)
-        usd, seconds = stated.get(BOUNDS, (0.0, 0.0))
+        usd, seconds = stated.get("bounds", (0.0, 0.0))
         bounds = Bounds((0.0, usd), (0.0, seconds))
         require(
             usd or not preference.cost,
@@ -82,7 +94,7 @@ class UserWorld:
         instance, _ = self._begun(task.data["seed"])
         return UserEnvironment(task, self._tools(instance), instance, self.name)
 
-    def _begun(self, seed) -> tuple[Any, dict[str, str]]:
+    def _begun(self, seed) -> tuple[Any, Stated]:
         """Returns a new instance at a seed, and what its reset says. UserError."""
         where = f"{self.name}: {self.kind.__name__}.reset"
 
@@ -93,12 +105,7 @@ class UserWorld:
         instance, stated = own_code(begin, where, self.name)
         if isinstance(stated, str):
             stated = {"question": stated}
-        right = (
-            f"the question, or a dictionary of {', '.join(sorted(KEYS))}, which are text, and "
-            f"{BOUNDS}, two numbers: US dollars and seconds"
-        )
-        require(_is_stated(stated), f"{where}: it returned {stated!r:.80}; it must return {right}")
-        return instance, stated
+        return instance, validated(Stated, stated, where)
 
     def _tools(self, instance) -> list[FunctionTool]:
         """Returns the methods of an instance that are tools. UserError.
@@ -114,21 +121,6 @@ class UserWorld:
             except UserError as error:
                 raise UserError(f"{self.name}: {self.kind.__name__}: {error}") from None
         return tools
-
-
-def _is_stated(stated: Any) -> bool:
-    """Returns whether a dictionary is one that `reset` may return."""
-    if not isinstance(stated, dict) or not set(stated) <= KEYS | {BOUNDS}:
-        return False
-    texts = [value for name, value in stated.items() if name != BOUNDS]
-    bounds = stated.get(BOUNDS, (0.0, 0.0))
-    return (
-        all(isinstance(value, str) for value in texts)
-        and bool(stated.get("question", "").strip())
-        and isinstance(bounds, list | tuple)
-        and len(bounds) == 2
-        and all(is_within(value) for value in bounds)
-    )
 
 
 class UserEnvironment(ToolEnvironment):

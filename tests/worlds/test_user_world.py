@@ -111,6 +111,10 @@ BAD = {
         f"class A:\n{RESET}    def ask(self, what: str) -> str:\n        return what\n",
         "bad_world.py: A: function ask: it has no docstring",
     ),
+    "a misspelt field": (
+        "class A:\n    def reset(self, seed):\n        return {'questoin': 'What?'}\n",
+        "A.reset: there is no questoin; did you mean question?",
+    ),
     "a preference without bounds": (
         "class A:\n    def reset(self, seed):\n"
         "        return {'question': 'What?', 'preference': 'Be quick. latency=1'}\n",
