@@ -36,6 +36,7 @@ BELOW["tools"] = BELOW["reward"] = set(BELOW) - {"tools", "reward"}
 BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
 BELOW["docs"] = BELOW["worlds"] | {"worlds"} | COMMANDS
+CORE = {f"nanorchestra.{package}" for package in ("model", "engine", "agent", "training")}
 
 OUTSIDE = "tests/", "benchmarks/", "examples/"  # examples are programs of users
 OPTIONAL = {"gguf", "huggingface_hub", "litellm", "tau2"}
@@ -123,6 +124,18 @@ def test_imports_point_down(module):
         if top in BELOW and module != "nanorchestra":
             there = place(imported)
             assert there == here or there in BELOW[here], f"{module} imports {imported}"
+
+
+def test_the_core_never_reaches_the_doors():
+    """What the core imports, and what that imports, has no file of formats/."""
+    waiting = [module for module in FILES if place(module) in CORE]
+    reached = set(waiting)
+    while waiting:
+        for imported, _ in imports(TREES[waiting.pop()]):
+            if imported in FILES and imported not in reached:
+                reached.add(imported)
+                waiting.append(imported)
+    assert not [module for module in reached if place(module) == "nanorchestra.formats"]
 
 
 def test_there_is_no_circle_of_imports():

@@ -51,12 +51,13 @@ def adopt(
     backend = json.loads(tokenizer.backend.to_str())
     present = {token["content"]: token["id"] for token in backend["added_tokens"]}
     lacking = [marker for marker in REQUIRED if marker not in present]
-    for token in tokens:
-        require(token in present, f"{source}: --tokens: {token!r} is not one of its added tokens")
-        require(token not in REQUIRED, f"{source}: --tokens: {token!r} is a marker already")
     require(lacking, f"{source}: has all markers of Qwen3's format already")
-    free = [present[token] for token in dict.fromkeys(tokens)]
-    free += [i for i in unused_ids(tokenizer, model.config.vocab_size) if i not in free]
+    for token in tokens:
+        known = token in present and token not in REQUIRED
+        require(known, f"{source}: --tokens: {token!r} is none of its own added tokens")
+    chosen = [present[token] for token in tokens]
+    unused = unused_ids(tokenizer, model.config.vocab_size)
+    free = list(dict.fromkeys(chosen + unused))
     require(
         len(free) >= len(lacking),
         f"{source}: lacks {', '.join(lacking)}, and has {len(free)} tokens that are not used; name "
@@ -65,27 +66,25 @@ def adopt(
     ids = dict(zip(lacking, free, strict=False))
 
     marker_of = {i: marker for marker, i in ids.items()}
-    added = [token for token in backend["added_tokens"] if token["id"] not in marker_of]
     # In place: the library numbers what it does not find in the vocabulary from its end on.
     vocab = backend["model"]["vocab"].items()
     backend["model"]["vocab"] = {marker_of.get(i, word): i for word, i in vocab}
+    added = [token for token in backend["added_tokens"] if token["id"] not in marker_of]
     for marker, i in ids.items():
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         added.append({"id": i, "content": marker, "special": marker in QWEN3["special"]} | flags)
     backend["added_tokens"] = sorted(added, key=lambda token: token["id"])
     backend["post_processor"] = None  # it may begin a text with a token of the source
-    adopted = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(backend)), source)
 
+    matrices = [model.embed_tokens.weight]
+    if model.lm_head is not None:
+        matrices.append(model.lm_head.weight)
     with torch.no_grad():
-        for matrix in {id(m): m for m in (model.embed_tokens.weight, model.output_weight)}.values():
-            for marker, i in ids.items():
-                matrix[i] = matrix[tokenizer.encode(spelt(marker))].mean(0)
-    return adopted, ids
-
-
-def spelt(marker: str) -> str:
-    """Returns what a marker spells, such as "tool call"; "/tool call" for one that closes."""
-    return re.sub(r"[<>|_]+", " ", marker).strip()
+        for marker, i in ids.items():
+            spelt = re.sub(r"[<>|_]+", " ", marker).strip()  # "tool call", "/tool call"
+            for matrix in matrices:
+                matrix[i] = matrix[tokenizer.encode(spelt)].mean(0)
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(backend)), source), ids
 
 
 def unused_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
@@ -95,11 +94,10 @@ def unused_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     tokenizer does not reach; and other special tokens that neither end a turn nor begin a text, nor
     stand in the chat template.
     """
-    added = tokenizer.backend.get_added_tokens_decoder()
     own = tokenizer.own_chat
     used = {*tokenizer.eos_ids, *tokenizer.bos_ids}
     reserved, others = [], []
-    for i, token in sorted(added.items()):
+    for i, token in sorted(tokenizer.backend.get_added_tokens_decoder().items()):
         text = token.content
         if i in used or text in (*REQUIRED, own.bos) or text in (own.template or ""):
             continue
