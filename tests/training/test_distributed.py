@@ -310,6 +310,7 @@ def test_two_ranks_do_as_one(tmp_path, monkeypatch):
     model = make_model(tied=False, seed=3)
     save_checkpoint(model, None, tmp_path / "source")
     file = write_gguf(tmp_path / "source.gguf", model)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of the converted file
     one, two, source = str(tmp_path / "one"), str(tmp_path / "two"), str(tmp_path / "source")
     first_half(ONE, one)
     bf16 = {"dtype": "bfloat16", "budget": 10_000}
