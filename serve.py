@@ -231,9 +231,9 @@ def serve_openai(
     if options.mcp:
         from nanorchestra.serving.mcp import http_route
 
-        def more(server, read):
+        def more(server, check):
             tool = mcp_tool(server.service, name, rollout, world, sampling)
-            return http_route(tool, read)
+            return http_route(tool, check)
 
     key = os.environ.get(options.key_env, "")
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")

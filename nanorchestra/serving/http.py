@@ -137,7 +137,7 @@ class Server(uvicorn.Server):
 
     make_environment(question, preference, seed): the environment of an attempt. defaults:
     parameters where a body has none. host: where it listens. key: "" to serve every client.
-    more(server, read): one more route, whose bodies `read` reads, and the lifespan that it needs.
+    more(server, check): one more route, whose requests `check` checks, and its lifespan.
     about: what the page says of NAME+tools, as `OpenQuestions.facts` returns it. needs_tools: the
     model knows only tasks with tools, so that a chat of NAME without any is refused. record: is
     called with each attempt that has ended.
@@ -171,7 +171,7 @@ class Server(uvicorn.Server):
             self.models.append(name + SERVED)
         self.grammars = Grammars(rollout.tokenizer)
         self.facts = {"models": self.models} | (about or {})
-        route, lifespan = more(self, self._raw) if more is not None else (None, None)
+        route, lifespan = more(self, self._check_client) if more is not None else (None, None)
         most_bytes = (1 << 16) + 32 * self.limits.context
         app = application(refuse, host, most_bytes, lifespan)
         key_needed = [Depends(self._check_key)]
@@ -243,10 +243,9 @@ class Server(uvicorn.Server):
         if self.key and not secrets.compare_digest(given.encode(), self.key.encode()):
             raise HTTPException(401, "the API key is missing or wrong")
 
-    async def _raw(self, request: Request) -> bytes:
-        """Returns the bytes of a body. HTTPException if the client may not ask."""
+    async def _check_client(self, request: Request) -> None:
+        """Raises HTTPException if the client may not ask."""
         await self._check_key(await BEARER(request))
-        return await request.body()
 
     async def _complete(self, body):
         """Answers a body, at once or as a stream. What is cheap is checked first."""

@@ -241,35 +241,28 @@ async def _lines(stdin) -> AsyncIterator[str]:
 
 
 class McpEndpoint:
-    """An ASGI application. `read(request)` returns the bytes of a body that may be served.
+    """An ASGI application. `check(request)` raises HTTPException if it may not be answered.
 
     Clients of 2025-11-25 have a session each, in which they can cancel; it ends when it is idle.
     """
 
-    def __init__(self, server: Server, read: Callable[[Request], Awaitable[bytes]]):
+    def __init__(self, server: Server, check: Callable[[Request], Awaitable[None]]):
         self.manager = StreamableHTTPSessionManager(
             server, session_idle_timeout=REQUEST_S, max_sessions=SESSIONS
         )
-        self.read = read
+        self.check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request. HTTPException."""
-        bodies = []
-        if scope["method"] == "POST":  # the other, DELETE, needs the secret name of a session
-            raw = await self.read(Request(scope, receive))
-            bodies.append({"type": "http.request", "body": raw, "more_body": False})
-
-        async def receive_again():
-            return bodies.pop() if bodies else await receive()
-
-        await self.manager.handle_request(scope, receive_again, send)
+        await self.check(Request(scope))
+        await self.manager.handle_request(scope, receive, send)
 
     def lifespan(self, app: Any) -> AbstractAsyncContextManager[None]:
         """Returns the context in which requests can be answered."""
         return self.manager.run()
 
 
-def http_route(server: Server, read: Callable[[Request], Awaitable[bytes]]) -> tuple[Route, Any]:
+def http_route(server: Server, check: Callable[[Request], Awaitable[None]]) -> tuple[Route, Any]:
     """Returns the route /mcp of an HTTP server, and the lifespan that its application needs."""
-    endpoint = McpEndpoint(server, read)
+    endpoint = McpEndpoint(server, check)
     return Route("/mcp", endpoint, methods=["POST", "DELETE"]), endpoint.lifespan

@@ -112,7 +112,7 @@ def start(make_engine):
     running, portals = [], []
 
     def run(tool=None, mode="auto", **settings):
-        def more(server, read):
+        def more(server, check):
             tool = served.tool_server(
                 server.service,
                 server.rollout,
@@ -121,7 +121,7 @@ def start(make_engine):
                 "nano",
                 "",
             )
-            return served.http_route(tool, read)
+            return served.http_route(tool, check)
 
         running.append(Running(make_engine(), tool, more=more, **settings))
         portal = start_blocking_portal()
