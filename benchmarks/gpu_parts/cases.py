@@ -29,7 +29,6 @@ from kernels.paged_prefill import prefill_attention, prefill_items
 from kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_store
 from kernels.quantised import quantised_linear
 from kernels.rms_norm import add_rms_norm, rms_norm
-from kernels.sample import sample, truncation_floor
 from kernels.swiglu import swiglu
 
 EPS = 1e-6
@@ -57,7 +56,6 @@ class Shape:
     max_context: int = 40960  # for which the scratch of a decode step is made
     prefix: int = 4096  # keys that the rows of a sample group share
     samples: int = 16  # rows of a sample group
-    draws: int = 256  # rows whose tokens are drawn
 
     @property
     def qkv(self) -> int:
@@ -92,7 +90,6 @@ SMALL = Shape(
     max_context=400,
     prefix=128,
     samples=2,
-    draws=3,
 )
 
 
@@ -299,42 +296,20 @@ def training(shape: Shape) -> list[Case]:
 
 
 def outputs(shape: Shape) -> list[Case]:
-    """Returns log-probabilities and sampling over the output matrix."""
-    tokens, vocab, draws = shape.tokens, shape.vocab, shape.draws
+    """Returns log-probabilities over the output matrix."""
+    tokens, vocab = shape.tokens, shape.vocab
     size, flops = 2 * vocab * shape.hidden, 2.0 * shape.hidden * vocab
 
     def targets():
         ids = torch.randint(vocab, (tokens,))
         return randn(tokens, shape.hidden), randn(vocab, shape.hidden), ids, 60.0, vocab
 
-    def logits(rows, limited):
-        top_k = torch.full((rows,), 20 if limited else 0, dtype=torch.int32)
-        top_p = torch.full((rows,), 0.95 if limited else 1.0)
-        temperature = torch.ones(rows)
-        return torch.randn(rows, vocab), temperature, top_k, top_p, vocab
-
-    def draw(rows, limited):
-        logits_of, *limits = logits(rows, limited)
-        return logits_of, torch.rand(rows, dtype=torch.float64), *limits
-
     def loss(*arguments):
         return linear_logprob(*arguments)[0].mean()
-
-    def floor(rows):
-        return Case(
-            f"truncation_floor B={rows}",
-            partial(logits, rows, True),
-            truncation_floor,
-            4 * rows * vocab,
-        )
 
     return [
         Case("linear_logprob", targets, loss, size, tokens * flops),
         Case("linear_logprob backward", targets, loss, 3 * size, 4 * tokens * flops, 2),
-        Case(f"sample B={draws}", partial(draw, draws, False), sample, 4 * draws * vocab),
-        Case("sample B=1 top-k top-p", partial(draw, 1, True), sample, 4 * vocab),
-        floor(draws),
-        floor(1),
     ]
 
 

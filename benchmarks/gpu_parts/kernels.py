@@ -28,21 +28,17 @@ from kernels.paged_prefill import naive_prefill_attention
 from kernels.qk_norm_rope import naive_qk_norm_rope
 from kernels.quantised import naive_quantised_linear
 from kernels.rms_norm import naive_add_rms_norm, naive_rms_norm
-from kernels.sample import naive_sample, naive_truncation_floor
 from kernels.swiglu import naive_swiglu
 
 Function = Callable[..., Any]
 
 # With the compiled variants of the cases that are timed, but few tokens: naive versions are loops.
-CHECKED = replace(
-    QWEN3_8B, tokens=256, rows=32, context=1100, long_context=2000, prefix=1024, draws=4
-)
+CHECKED = replace(QWEN3_8B, tokens=256, rows=32, context=1100, long_context=2000, prefix=1024)
 # Multiples of the rounding. add_rms_norm norms a rounded sum, attention multiplies rounded weights.
 ROUNDED_TWICE = ("add_rms_norm", "prefill_attention", "flash_attention")
 ONCE, TWICE, GRADIENT = 1.1, 1.6, 2.0
 TENSOR_CORES = 2  # their sums drop bits that the interpreter's keep
 FLOORS = {torch.bfloat16: 1.66e-3 / 4, torch.float32: 2e-6}  # relative rounding at least
-SAME_DRAWS = 0.98  # of float32 and float64: a draw at the edge of an id may fall either way
 DEVICE = "cuda"  # of what is timed
 
 
@@ -65,12 +61,6 @@ def _naive_quantised(x, values, scales, dtype, zeros) -> Tensor:
     return naive_quantised_linear(x, values, scales, zeros)
 
 
-def _naive_sample(logits, *arguments) -> tuple[Tensor, ...]:
-    """Draws on the CPU: it looks at one id after another."""
-    results = naive_sample(*[x.cpu() if isinstance(x, Tensor) else x for x in (logits, *arguments)])
-    return tuple(x.to(logits.device) for x in results)
-
-
 NAIVE: dict[str, Function] = {
     "rms_norm": naive_rms_norm,
     "add_rms_norm": naive_add_rms_norm,
@@ -81,8 +71,6 @@ NAIVE: dict[str, Function] = {
     "prefill_attention": _naive_prefill,
     "flash_attention": _naive_flash,
     "linear_logprob": lambda *arguments: naive_linear_logprob(*arguments)[0].mean(),
-    "sample": _naive_sample,
-    "truncation_floor": naive_truncation_floor,
     "quantised_linear": _naive_quantised,
 }
 
@@ -103,8 +91,8 @@ def training_attention(part: Part) -> None:
 
 
 def outputs(part: Part) -> None:
-    """Log-probabilities and draws over the output matrix."""
-    run(part, "linear_logprob", "sample", "truncation_floor")
+    """Log-probabilities over the output matrix."""
+    run(part, "linear_logprob")
 
 
 def quantised_products(part: Part) -> None:
@@ -145,14 +133,6 @@ def check(part: Part, case: Case) -> list[str]:
     got = case.call(*arguments)
     exact = case.call(*[_wide(x) for x in arguments], run=NAIVE[kernel_of(case)])
     wrong = []
-    if kernel_of(case) == "sample":
-        tokens, exact_tokens = got[0], exact[0]
-        same = tokens == exact_tokens
-        share = same.double().mean().item()
-        part.note(f"{case.name}: tokens", same=share)
-        if share < SAME_DRAWS:
-            wrong.append(f"{case.name}: {share:.0%} of the tokens are the same")
-        got, exact = got[1][same], exact[1][same]
     if isinstance(got, Tensor):
         got, exact = (got,), (exact,)
     allowed = TWICE if kernel_of(case) in ROUNDED_TWICE else ONCE

@@ -45,6 +45,11 @@ class CpuRunner:
         if packed and page_size % BLOCK == 0:
             self._native = Forward(model, *self.kv_cache)
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self.kv_cache.shape[2]
+
     def launch(self, batch: Batch, after: Any = None) -> Tensor:
         """Computes the batch; returns the logits [len(batch.sampled), vocab]."""
         chunks = all_chunks(batch)
@@ -92,6 +97,7 @@ class CpuRunner:
             [len(request.ids) for request in requests],
             masks,
         )
+        draws = draws.listed([request.params for request in requests])
         return [errors.get(r, draw) for r, draw in zip(requests, draws, strict=True)]
 
     def wait(self) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from nanorchestra.engine.block_manager import BlockManager
 from nanorchestra.engine.cpu_runner import CpuRunner
-from nanorchestra.engine.model_runner import ModelRunner, bytes_beside_pages, free_memory
+from nanorchestra.engine.model_runner import ModelRunner
 from nanorchestra.engine.sampler import Draw, Result
 from nanorchestra.engine.scheduler import Batch, Scheduler
 from nanorchestra.engine.score import score
@@ -51,7 +51,6 @@ from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import Tokenizer
 
 DEFAULT_POOL = 1 << 30  # bytes of a CPU's KV pool
-MEMORY_SHARE = 0.9  # of a GPU's free memory that its KV pool takes
 
 
 @dataclass
@@ -65,8 +64,8 @@ class Step:
 class Engine:
     """Continuous batching over a paged KV cache.
 
-    num_pages: pages of the KV pool (default: 1 GiB worth on a CPU; on a GPU MEMORY_SHARE of what is
-    free then, less what the runner takes beside). page_size: tokens a page (default: 16 on a CPU,
+    num_pages: pages of the KV pool (default: 1 GiB worth on a CPU; on a GPU a share of what is free
+    once steps have run). page_size: tokens a page (default: 16 on a CPU,
     64 on a GPU). max_batch_tokens: tokens that one step computes at most. max_running: requests
     that decode at the same time. max_context: longest sequence, prompt and sampled ids together
     (default: the model's). Raises UserError for a number below 1.
@@ -100,17 +99,10 @@ class Engine:
         ):
             wrong = value is not None and value < 1
             require(not wrong, f"engine: {name} is {value}, it should be at least 1")
-        if num_pages is None:
-            pool = DEFAULT_POOL
-            if on_gpu:
-                rows = min(max_running, max_batch_tokens)
-                beside = bytes_beside_pages(
-                    config, weight.dtype, max_batch_tokens, rows, self.max_context
-                )
-                pool = MEMORY_SHARE * (free_memory(weight.device) - beside)
+        if num_pages is None and not on_gpu:
             kv_heads = 2 * config.num_hidden_layers * config.num_key_value_heads
             token_bytes = kv_heads * config.head_dim * weight.dtype.itemsize
-            num_pages = max(1, int(pool / (page_size * token_bytes)))
+            num_pages = max(1, DEFAULT_POOL // (page_size * token_bytes))
 
         self.model, self.tokenizer = model, tokenizer
         self.vocab_size, self.eos_ids = config.vocab_size, frozenset(config.eos_token_ids)
@@ -127,10 +119,11 @@ class Engine:
                 self.vocab_size,
                 max_batch_tokens,
                 max_running,
-                min(self.max_context, num_pages * page_size + 1),
+                self.max_context,
             )
         else:
             self.runner = CpuRunner(model, num_pages, page_size, self.vocab_size)
+        num_pages = self.runner.num_pages
         self.blocks = BlockManager(num_pages, page_size)
         self.scheduler = Scheduler(
             self.blocks, max_batch_tokens, max_running, self.runner.mixed_prefill

@@ -1,13 +1,13 @@
-"""Draws the next token of each row on a CPU, and reports its log-probability.
+"""Draws the next token of each row, and reports its log-probability, on any device.
 
 Rows with any parameters, greedy ones too, mix in one batch. The noise of a row is one uniform
 number, a hash of (seed, position): from the same logits a request draws the same token whatever its
 neighbours, after a preemption and after a restart. The token is found by inverting the cumulative
-distribution, first over blocks of the vocabulary, then within one block, so nothing of size
-[rows, vocab] is sorted.
-kernels/sample.py does the same on a GPU, but that ids with the very logit of the last one kept are
-all kept there.
+distribution, first over blocks of the vocabulary, then within one block. Only a row with a top-p
+and no top-k is sorted. Nothing here waits for a GPU.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,62 +33,93 @@ class Draw(NamedTuple):
 Result = Draw | Exception  # the error is that of a request that cannot be drawn
 
 
+class Draws(NamedTuple):
+    """The draws of R rows, on their device. S of the rows report their most probable ids."""
+
+    tokens: Tensor  # int64 [R]
+    logprobs: Tensor  # fp64 [R]
+    top_ids: Tensor  # int64 [S, most], most probable first
+    top_logprobs: Tensor  # fp64 [S, most]
+
+    def to_host(self) -> Draws:
+        """Returns the draws in memory of the host, which a GPU fills later."""
+        return Draws(*[x.to("cpu", non_blocking=True) for x in self])
+
+    def listed(self, params: Sequence[SamplingParams]) -> list[Draw]:
+        """Returns the draw of each row, once they are on the host."""
+        reports = iter(zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True))
+        draws = []
+        drawn = zip(params, self.tokens.tolist(), self.logprobs.tolist(), strict=True)
+        for p, token, logprob in drawn:
+            top = []
+            if p.top_logprobs:
+                ids, logprobs = next(reports)
+                top = list(zip(ids, logprobs, strict=True))[: p.top_logprobs]
+            draws.append(Draw(token, logprob, top))
+        return draws
+
+
 def draw_tokens(
     logits: Tensor,
     vocab_size: int,
     params: Sequence[SamplingParams],
     positions: Sequence[int],
     allowed: Sequence[np.ndarray | None],
-) -> list[Draw]:
+) -> Draws:
     """Draws one token a row of logits [R, >= vocab_size].
 
     Ids from `vocab_size` on, the padding of an output matrix, are neither drawn nor normalised
     over. positions [R]: the index that the token will have in its sequence. allowed [R]: the ids
     that may be drawn, bool [vocab_size], or None for all.
     """
-    rows = np.arange(len(params))
+    device = logits.device
 
     # Temperature.
-    temperature = np.array([1.0 if p.greedy else p.temperature for p in params], np.float32)
-    inverse = torch.from_numpy(1.0 / temperature)[:, None]
-    z = logits[:, :vocab_size].float() * inverse  # [R, vocab]
+    temperature = np.array([[1.0 if p.greedy else p.temperature] for p in params], np.float32)
+    z = logits[:, :vocab_size].float() * to_device(1.0 / temperature, device)  # [R, vocab]
 
-    # Mask.
-    for row, mask in enumerate(allowed):
-        if mask is not None:
-            z[row].masked_fill_(torch.from_numpy(~mask), -torch.inf)
+    # Masks.
+    masked = [row for row, mask in enumerate(allowed) if mask is not None]
+    if masked:
+        forbidden = to_device(~np.stack([allowed[row] for row in masked]), device)
+        rows = _index(masked, device)
+        z.index_copy_(0, rows, z.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
 
     # Softmax, but for its division, of the ids that top-k and top-p keep.
     z -= z.amax(1, keepdim=True)
     weights = _weights(z)  # [R, blocks * BLOCK]
-    truncated = [row for row, p in enumerate(params) if p.truncated]
-    if truncated:
-        weights[truncated] = _truncate(weights[truncated], [params[row] for row in truncated])
+    with_top_k = [row for row, p in enumerate(params) if p.truncated and p.top_k]
+    with_top_p = [row for row, p in enumerate(params) if p.truncated and not p.top_k]
+    for limited in (with_top_k, with_top_p):
+        if limited:
+            rows = _index(limited, device)
+            kept = _truncate(weights.index_select(0, rows), [params[row] for row in limited])
+            weights.index_copy_(0, rows, kept)
 
     # Cumulative sums of blocks, then of the ids in the block that the noise falls into.
-    cumulative = _cumulative_blocks(weights)  # [R, blocks]
-    total = cumulative[:, -1]
-    target = uniforms([p.seed for p in params], positions) * total
-    block = _first_above(cumulative, target)
-    before = np.where(block > 0, cumulative[rows, block - 1], 0.0)
-    in_block = weights.unflatten(1, (-1, BLOCK))[rows, block].double().numpy().cumsum(1)
+    blocks = weights.unflatten(1, (-1, BLOCK))  # [R, blocks, BLOCK]
+    cumulative = _cumulative(blocks)  # [R, blocks]
+    total = cumulative[:, -1:]
+    target = to_device(uniforms([p.seed for p in params], positions), device)[:, None] * total
+    block = _first_above(cumulative, target)  # [R, 1]
+    before = cumulative.gather(1, (block - 1).clamp(min=0)).masked_fill_(block == 0, 0.0)
+    weights_of_block = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+    in_block = weights_of_block.double().cumsum(1)  # [R, BLOCK]
     tokens = block * BLOCK + _first_above(in_block, target - before)
-    greedy = [row for row, p in enumerate(params) if p.greedy]
-    if greedy:
-        tokens[greedy] = z[greedy].argmax(1).numpy()
+    greedy = np.array([[p.greedy] for p in params])
+    if greedy.any():
+        tokens = torch.where(to_device(greedy, device), z.argmax(1, keepdim=True), tokens)
 
-    # Log-probability.
-    log_total = np.log(total)
-    logprobs = z[rows, tokens].double().numpy() - log_total
-    draws = [Draw(*pair) for pair in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
-    for row, p in enumerate(params):
-        if p.top_logprobs:
-            most = min(p.top_logprobs, vocab_size)
-            values, ids = weights[row, :vocab_size].topk(most)
-            values = (values.double() / total[row]).log().tolist()
-            top = list(zip(ids.tolist(), values, strict=True))
-            draws[row] = draws[row]._replace(top_logprobs=top)
-    return draws
+    # Log-probabilities.
+    logprobs = z.gather(1, tokens).double() - total.log()
+    top_ids, top_logprobs = tokens.new_empty(0, 0), logprobs.new_empty(0, 0)
+    reporting = [row for row, p in enumerate(params) if p.top_logprobs]
+    if reporting:
+        rows = _index(reporting, device)
+        most = min(max(p.top_logprobs for p in params), vocab_size)
+        top_weights, top_ids = weights.index_select(0, rows)[:, :vocab_size].topk(most)
+        top_logprobs = (top_weights.double() / total.index_select(0, rows)).log()
+    return Draws(tokens[:, 0], logprobs[:, 0], top_ids, top_logprobs)
 
 
 def score_tokens(logits: Tensor, vocab_size: int, targets: Tensor) -> list[float]:
@@ -96,14 +127,12 @@ def score_tokens(logits: Tensor, vocab_size: int, targets: Tensor) -> list[float
 
     Minus infinity for ids from `vocab_size` on.
     """
-    ids = targets.cpu().numpy()
     z = logits[:, :vocab_size].float()
     z = z - z.amax(1, keepdim=True)
-    log_total = np.log(_cumulative_blocks(_weights(z))[:, -1])
-    chosen = z[np.arange(len(ids)), ids.clip(max=vocab_size - 1)]
-    values = chosen.double().cpu().numpy() - log_total
-    values[ids >= vocab_size] = -np.inf
-    return values.tolist()
+    total = _cumulative(_weights(z).unflatten(1, (-1, BLOCK)))[:, -1]
+    chosen = z.gather(1, targets.clamp(max=vocab_size - 1)[:, None])[:, 0]
+    values = chosen.double() - total.log()
+    return values.masked_fill_(targets >= vocab_size, -torch.inf).tolist()
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -123,33 +152,61 @@ def _mix(x) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Returns an array of the host as a tensor on the device, which a GPU fills later."""
+    return staged(values, device).to(device, non_blocking=True)
+
+
+def staged(values: np.ndarray, device: torch.device) -> Tensor:
+    """Returns an array as a tensor of the host from which the device can copy by itself.
+
+    torch does not use its memory again before such a copy has ended.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def _index(rows, device) -> Tensor:
+    return to_device(np.array(rows, np.int64), device)
+
+
 def _weights(z) -> Tensor:
     """Returns exp(z) [R, V], filled up to whole blocks with zeros."""
     return F.pad(z.exp(), (0, -z.shape[1] % BLOCK))
 
 
-def _cumulative_blocks(weights) -> np.ndarray:
-    """Returns the running sums of the blocks of weights [R, blocks * BLOCK], fp64 [R, blocks]."""
-    return weights.unflatten(1, (-1, BLOCK)).sum(2).double().cpu().numpy().cumsum(1)
+def _cumulative(blocks) -> Tensor:
+    """Returns the running sums of blocks [R, blocks, BLOCK], fp64 [R, blocks]."""
+    return blocks.sum(2).double().cumsum(1)
 
 
-def _first_above(cumulative, target) -> np.ndarray:
-    """Returns the first index of each row whose cumulative weight exceeds the target.
+def _first_above(cumulative, target) -> Tensor:
+    """Returns the first index [R, 1] of each row whose cumulative weight exceeds the target [R, 1].
 
     The target is kept inside, so that rounding never leads to an index without weight.
     """
-    inside = np.clip(target, 0.0, cumulative[:, -1] * (1 - 1e-12))
-    return np.minimum((cumulative <= inside[:, None]).sum(1), cumulative.shape[1] - 1)
+    inside = target.clamp(min=0.0).minimum(cumulative[:, -1:] * (1 - 1e-12))
+    index = (cumulative <= inside).sum(1, keepdim=True)
+    return index.clamp_(max=cumulative.shape[1] - 1)
 
 
 def _truncate(weights, params) -> Tensor:
-    """Zeroes weights [R, V] outside the top-k, then outside the top-p (Holtzman et al. 2020)."""
-    width = weights.shape[1]
-    top_k = torch.tensor([[p.top_k or width] for p in params], dtype=torch.float64)
-    top_p = torch.tensor([[p.top_p] for p in params], dtype=torch.float64)
-    ordered, order = weights.sort(dim=1, descending=True, stable=True)
-    ordered[torch.arange(width) >= top_k] = 0.0
-    cumulative = ordered.double().cumsum(1)
+    """Zeroes weights [R, V] outside the top-k, then outside the top-p (Holtzman et al. 2020).
+
+    All rows have a top-k, or none has. Ids with the very weight of the last one kept are kept too.
+    """
+    most = max(p.top_k for p in params)
+    if most:
+        most = min(most, weights.shape[1])
+        ordered = weights.topk(most).values.double()  # [R, most], descending
+        top_k = to_device(np.array([[p.top_k] for p in params]), weights.device)
+        ordered.masked_fill_(torch.arange(most, device=weights.device) >= top_k, 0.0)
+    else:
+        ordered = weights.sort(descending=True).values.double()
+    top_p = to_device(np.array([[p.top_p] for p in params]), weights.device)
     # An id stays if those before it have less than top_p of the total: so the first always does.
-    ordered[(cumulative - ordered >= top_p * cumulative[:, -1:]) & (top_p < 1)] = 0.0
-    return torch.zeros_like(weights).scatter_(1, order, ordered)
+    cumulative = ordered.cumsum(1)
+    goes = (cumulative - ordered >= top_p * cumulative[:, -1:]) & (top_p < 1)
+    goes |= ordered == 0
+    floor = ordered.masked_fill(goes, torch.inf).amin(1, keepdim=True)
+    return weights.masked_fill_(weights < floor, 0.0)

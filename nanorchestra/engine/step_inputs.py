@@ -1,304 +1,184 @@
-"""The inputs of a step on a GPU: named tensors of fixed capacity, and how the host fills them.
-
-`StepInputs` lays all inputs out in one block of memory. The GPU has one such block, whose address a
-captured graph keeps; the host has two in pinned memory, which `HostInputs` fills in turn. A launch
-is then one copy. Decodes come first, then chunks of prefill.
-"""
+"""The inputs of a step on a GPU, as the host makes them: decodes first, then chunks of prefill."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
 from os.path import commonprefix  # of any lists, not of paths alone
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.paged_decode import SharedPrefix, decode_items
-from kernels.paged_prefill import ITEM_TOKENS, prefill_items
-from nanorchestra.engine.sampler import uniforms
-from nanorchestra.engine.scheduler import Batch
+from kernels.paged_prefill import prefill_items
+from nanorchestra.engine.sampler import staged, to_device
+from nanorchestra.engine.scheduler import Chunk
 from nanorchestra.engine.sequence import Request
 
 SAME_GROUP = 3 / 4  # rows are a group if they share this part of what either shares with others
 
 
-class Arena:
-    """One block of memory that is handed out as tensors, each at a multiple of 16 bytes.
-
-    Triton compiles a kernel for pointers that are multiples of 16, and anew for others.
-    """
-
-    def __init__(self, num_bytes: int, device: torch.device | str, pinned: bool = False):
-        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        self.used = 0
-
-    def tensor(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Returns the next tensor of this shape."""
-        num_bytes = prod(shape) * dtype.itemsize
-        part = self.memory[self.used : self.used + num_bytes]
-        self.used += -(-num_bytes // 16) * 16
-        return part.view(dtype).view(shape)
-
-
 @dataclass(frozen=True)
-class Capacity:
-    """The largest step."""
-
-    tokens: int  # of one step
-    rows: int  # decodes and chunks
-    splits: int  # parts that the keys of the longest row are cut into (kernels/paged_decode.py)
-    table_width: int  # pages of the longest row
-
-
 class StepInputs:
-    """The inputs of a step, at their maximum capacity.
+    """What the decoder reads in a step: arrays of the host, or tensors of the device, int32.
 
-    Padding up to the size of a graph has no effect: its slots are -1, its rows see no keys.
+    A step that only decodes is padded to the size of a graph by rows without effect: their slots
+    are -1, and they see no keys.
     """
 
-    def __init__(self, capacity: Capacity, arena: Arena):
-        tokens, rows = capacity.tokens, capacity.rows
-        int32, float32, float64 = torch.int32, torch.float32, torch.float64
-        # Of every token.
-        self.tokens = arena.tensor(tokens, dtype=int32)
-        self.positions = arena.tensor(tokens, dtype=int32)
-        self.slots = arena.tensor(tokens, dtype=int32)  # page * page_size + offset of its KV
-        # Of every decode: the row of the last step's draws that holds its newest id, for a step
-        # launched before the host has read that; else -1, and `tokens` has the id. A step with
-        # prefill is never launched so early, and does not read it.
-        self.drawn_row = arena.tensor(rows, dtype=int32)
-        # Of every row that is sampled.
-        self.sampled_token = arena.tensor(rows, dtype=int32)  # index of its last token in `tokens`
-        self.uniform = arena.tensor(rows, dtype=float64)  # noise of the draw
-        self.temperature = arena.tensor(rows, dtype=float32)
-        self.top_p = arena.tensor(rows, dtype=float32)
-        self.top_k = arena.tensor(rows, dtype=int32)
-        # Of attention: decodes (kernels/paged_decode.py).
-        self.context_lens = arena.tensor(rows, dtype=int32)
-        self.num_decode_items = arena.tensor(1, dtype=int32)
-        self.decode_items = arena.tensor(rows * capacity.splits, 3, dtype=int32)
-        # Of attention: chunks (kernels/paged_prefill.py). An item names its block table and its
-        # first token, both counted from the first chunk on.
-        most_items = -(-tokens // ITEM_TOKENS) + rows
-        self.prefill_items = arena.tensor(most_items, 4, dtype=int32)
-        # Last, so that a copy can end after the rows that are there: at 512 rows of 40,960 keys in
-        # pages of 64 they are 1.3 MB, and what is before them 0.4 MB.
-        self._bytes_before_tables = arena.used
-        self.block_tables = arena.tensor(rows, capacity.table_width, dtype=int32)
-        self.memory = arena.memory
+    # Of every token.
+    tokens: np.ndarray | Tensor  # [T]
+    positions: np.ndarray | Tensor  # [T]
+    slots: np.ndarray | Tensor  # [T]: page * page_size + offset of its keys and values
+    # Of decodes (kernels/paged_decode.py).
+    context_lens: np.ndarray | Tensor  # [decodes]
+    decode_tables: np.ndarray | Tensor  # [decodes, width]: the pages of each
+    decode_items: np.ndarray | Tensor  # [items, 3]
+    num_decode_items: np.ndarray | Tensor  # [1]
+    # Of chunks (kernels/paged_prefill.py).
+    prefill_tables: np.ndarray | Tensor  # [chunks, width]: the pages of each
+    prefill_items: np.ndarray | Tensor  # [items, 4]
+    # Of a step with chunks, each row that is sampled: the index of its last token.
+    last_tokens: np.ndarray | Tensor  # [sampled]
 
-    @staticmethod
-    def allocate(
-        capacity: Capacity, device: torch.device | str, pinned: bool = False
-    ) -> StepInputs:
-        """Returns inputs in a block of just their size, which a first pass on "meta" measures."""
-        measured = Arena(1 << 40, "meta")
-        StepInputs(capacity, measured)
-        return StepInputs(capacity, Arena(measured.used, device, pinned))
+    def to(self, device: torch.device) -> StepInputs:
+        """Returns arrays of the host as tensors on the device, which a GPU fills later."""
+        return StepInputs(*[to_device(array, device) for array in vars(self).values()])
 
-    def bytes_of_rows(self, rows: int) -> int:
-        """Returns the bytes from the beginning up to the block tables of so many rows."""
-        return self._bytes_before_tables + self.block_tables[:rows].numel() * 4
+    def decodes(self, rows: int) -> StepInputs:
+        """Returns the part of these tensors that a step of so many decodes, and no chunk, reads."""
+        return StepInputs(
+            self.tokens[:rows],
+            self.positions[:rows],
+            self.slots[:rows],
+            self.context_lens[:rows],
+            self.decode_tables[:rows],
+            self.decode_items,
+            self.num_decode_items,
+            self.prefill_tables[:0],
+            self.prefill_items[:0],
+            self.last_tokens[:0],
+        )
+
+    def copy_from(self, inputs: StepInputs) -> None:
+        """Copies the arrays of a step to the beginning of these tensors; a GPU does it later."""
+        for mine, array in zip(vars(self).values(), vars(inputs).values(), strict=True):
+            mine[: len(array)].copy_(staged(array, mine.device), non_blocking=True)
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """The counts that fix the launches of a step.
+def empty_step(rows: int, items: int, width: int, device: torch.device) -> StepInputs:
+    """Returns tensors with room for a step of so many decodes, which are without effect."""
 
-    A graph is captured for a number of `decodes`, as many of them sampled, and no prefill.
+    def zeros(*shape):
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    return StepInputs(
+        tokens=zeros(rows),
+        positions=zeros(rows),
+        slots=zeros(rows) - 1,
+        context_lens=zeros(rows),
+        decode_tables=zeros(rows, width),
+        decode_items=zeros(items, 3),
+        num_decode_items=zeros(1),
+        prefill_tables=zeros(0, width),
+        prefill_items=zeros(0, 4),
+        last_tokens=zeros(0),
+    )
+
+
+class StepMaker:
+    """Makes the inputs of steps, and remembers which decodes share pages.
+
+    table_width: pages of the longest row. bounds, rows_per_item: those of kernels/paged_decode.py.
     """
 
-    decodes: int  # padding included
-    prefill_tokens: int = 0
-    chunks: int = 0
-    prefill_items: int = 0
-    sampled: int = 0  # padding included
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens."""
-        return self.decodes + self.prefill_tokens
-
-
-@dataclass
-class FilledStep:
-    """A step whose inputs the host has filled."""
-
-    inputs: StepInputs
-    shape: StepShape
-    sampled: list[Request]  # in the order of their draws
-
-
-@dataclass
-class _HostBlock:
-    """A block in pinned memory, and the block table that each of its rows holds."""
-
-    inputs: StepInputs
-    tables: list[list[int]]
-
-
-@dataclass
-class _Grouping:
-    """Decodes in the order of their rows, with what neighbours share."""
-
-    decodes: list[Request]  # as the scheduler gave them
-    ordered: list[Request]
-    shared: list[SharedPrefix]
-
-
-class HostInputs:
-    """Fills the inputs of steps in host memory.
-
-    bounds, rows_per_item: those of kernels/paged_decode.py.
-    """
-
-    def __init__(
-        self,
-        capacity: Capacity,
-        page_size: int,
-        bounds: Sequence[int],
-        rows_per_item: int,
-        pinned: bool,
-    ):
+    def __init__(self, page_size: int, table_width: int, bounds: Sequence[int], rows_per_item: int):
         self.page_size = page_size
+        self.table_width = table_width
         self.bounds = bounds
         self.rows_per_item = rows_per_item
-        # Two blocks in turn. The block of step k is filled again for step k + 2, whose launch
-        # follows `read(k)` or `wait()`: by then its copy has ended.
-        self._blocks = [
-            _HostBlock(StepInputs.allocate(capacity, "cpu", pinned), [[]] * capacity.rows)
-            for _ in range(2)
-        ]
-        self._grouping = _Grouping([], [], [])
+        self._decodes: list[Request] = []
+        self._ordered: list[Request] = []
+        self._shared: list[SharedPrefix] = []
 
-    def fill(
-        self, batch: Batch, drawn: Mapping[Request, int] | None, graph_sizes: Sequence[int]
-    ) -> FilledStep:
-        """Fills the next block with the inputs of a batch.
-
-        drawn: the rows of the draws that are the newest ids of the decodes, where the host has not
-        read them. graph_sizes: what a step that only decodes is padded to; none: it is not.
-        """
-        self._blocks.reverse()
-        block = self._blocks[0]
-        grouping = self._by_prefix(batch.decodes)
-        decodes = grouping.ordered
-        rows = len(decodes)
-        if graph_sizes and not batch.prefills:
-            rows = min(size for size in graph_sizes if size >= rows)
-        padding = rows - len(decodes)
-        self._fill_decodes(block.inputs, grouping, drawn, padding)
-        num_items = self._fill_chunks(block.inputs, batch, rows)
-        self._fill_tables(block, decodes, padding, batch)
-        sampled = decodes + batch.ended_prefills
-        unread = 0 if drawn is None else 1  # ids of a request that the device alone has
-        self._fill_draws(block.inputs, batch, sampled, rows, padding, unread)
-        shape = StepShape(
-            decodes=rows,
-            prefill_tokens=batch.prefill_tokens,
-            chunks=len(batch.prefills),
-            prefill_items=num_items,
-            sampled=len(sampled) + padding,
-        )
-        return FilledStep(block.inputs, shape, sampled)
-
-    def _fill_decodes(self, inputs, grouping, drawn, padding):
-        """One token of each decode, and the work list of their attention."""
-        tokens, positions, slots, drawn_rows, context_lens = [], [], [], [], []
-        for request in grouping.ordered:
-            position = len(request.ids) - 1
-            drawn_row = -1
-            if drawn is not None:  # the newest id is not among `ids` yet
-                position += 1
-                drawn_row = drawn[request]
-            tokens.append(request.ids[-1])  # ignored where the device has a newer one
-            positions.append(position)
-            slots.append(self._slot(request.sequence.block_table, position))
-            drawn_rows.append(drawn_row)
-            context_lens.append(position + 1)
-        items = decode_items(context_lens, grouping.shared, self.bounds, self.rows_per_item)
-        write(inputs.tokens, tokens + [0] * padding)
-        write(inputs.positions, positions + [0] * padding)
-        write(inputs.slots, slots + [-1] * padding)
-        write(inputs.drawn_row, drawn_rows + [-1] * padding)
-        write(inputs.context_lens, context_lens + [0] * padding)
-        write(inputs.num_decode_items, [len(items)])
-        write(inputs.decode_items, items)
-
-    def _fill_chunks(self, inputs, batch, rows) -> int:
-        """The tokens of the chunks, behind the rows of decodes; returns the number of items."""
-        if not batch.prefills:
-            return 0
-        tokens, positions, slots = [], [], []
-        for chunk in batch.prefills:
-            pages = chunk.request.sequence.block_table
-            tokens += chunk.request.ids[chunk.start : chunk.end]
-            positions += range(chunk.start, chunk.end)
-            slots += [self._slot(pages, position) for position in range(chunk.start, chunk.end)]
-        items = prefill_items(
-            [chunk.start for chunk in batch.prefills], [chunk.count for chunk in batch.prefills]
-        )
-        write(inputs.tokens, tokens, rows)
-        write(inputs.positions, positions, rows)
-        write(inputs.slots, slots, rows)
-        write(inputs.prefill_items, items.numpy())
-        return len(items)
-
-    def _fill_tables(self, block, decodes, padding, batch):
-        """The block tables of decodes, padding and chunks. Most are in their row already."""
-        tables = [request.sequence.block_table for request in decodes]
-        tables += [[]] * padding
-        tables += [chunk.request.sequence.block_table for chunk in batch.prefills]
-        block_tables = block.inputs.block_tables.numpy()
-        for row, pages in enumerate(tables):
-            if pages != block.tables[row]:
-                block_tables[row, : len(pages)] = pages
-                block.tables[row] = list(pages)
-
-    def _fill_draws(self, inputs, batch, sampled, rows, padding, unread):
-        """What the draws need. Padding is drawn too, the cheapest way: greedily."""
-        last_tokens = list(range(len(sampled) - len(batch.ended_prefills)))
-        end = rows
-        for chunk in batch.prefills:
-            end += chunk.count
-            if chunk.is_last:
-                last_tokens.append(end - 1)
-        params = [request.params for request in sampled]
-        # The noise is that of the position which the drawn token will have.
-        positions = [len(request.ids) + unread for request in sampled]
-        noise = uniforms([p.seed for p in params], positions)
-        write(inputs.sampled_token, last_tokens)
-        write(inputs.uniform, [*noise, *[0.0] * padding])
-        write(inputs.temperature, [p.temperature for p in params] + [0.0] * padding)
-        write(inputs.top_p, [p.top_p for p in params] + [1.0] * padding)
-        write(inputs.top_k, [p.top_k for p in params] + [0] * padding)
-
-    def _slot(self, pages, position) -> int:
-        return pages[position // self.page_size] * self.page_size + position % self.page_size
-
-    def _by_prefix(self, decodes) -> _Grouping:
-        """Orders the decodes by the pages that they share, and says which rows share what.
+    def in_order(self, decodes: list[Request]) -> list[Request]:
+        """Returns the decodes in the order of their rows: those that share pages are neighbours.
 
         Kept while the same requests decode, since their shared pages stay: `commit` exchanges only
         pages that were not indexed, and shared ones are. A request that loses its pages and shares
         any is missing from a batch before it is back.
         """
-        if self._grouping.decodes == decodes:
-            return self._grouping
-        full_pages = []
-        for request in decodes:
-            count = (len(request.ids) - 1) // self.page_size
-            full_pages.append(request.sequence.block_table[:count])
-        ordered, shared = [], []
-        for indices, pages in group_by_prefix(full_pages):
-            if pages and len(indices) > 1:
-                shared.append(SharedPrefix(len(ordered), len(indices), pages * self.page_size))
-            ordered += [decodes[index] for index in indices]
-        self._grouping = _Grouping(list(decodes), ordered, shared)
-        return self._grouping
+        if self._decodes != decodes:
+            self._decodes, self._ordered, self._shared = list(decodes), [], []
+            full_pages = []
+            for request in decodes:
+                count = (len(request.ids) - 1) // self.page_size
+                full_pages.append(request.sequence.block_table[:count])
+            for indices, pages in group_by_prefix(full_pages):
+                if pages and len(indices) > 1:
+                    keys = pages * self.page_size
+                    self._shared.append(SharedPrefix(len(self._ordered), len(indices), keys))
+                self._ordered += [decodes[index] for index in indices]
+        return self._ordered
+
+    def make(self, chunks: Sequence[Chunk], rows: int, unread: int = 0) -> StepInputs:
+        """Returns the inputs of the decodes last put in order and of the chunks, on the host.
+
+        rows: of decodes, padding included. unread: the ids of each decode that the device has drawn
+        and the host has not read, 0 or 1. Their `tokens` are then to be overwritten.
+        """
+        decodes, padding = self._ordered, rows - len(self._ordered)
+        tokens = [request.ids[-1] for request in decodes]
+        positions = [len(request.ids) - 1 + unread for request in decodes]
+        tables = [request.sequence.block_table for request in decodes]
+        slots = [self._slot(*each) for each in zip(tables, positions, strict=True)]
+        context_lens = [position + 1 for position in positions]
+        decode_work = decode_items(context_lens, self._shared, self.bounds, self.rows_per_item)
+        tokens += [0] * padding
+        positions += [0] * padding
+        slots += [-1] * padding
+        context_lens += [0] * padding
+
+        last_tokens = list(range(len(decodes))) if chunks else []
+        for chunk in chunks:
+            pages = chunk.request.sequence.block_table
+            tokens += chunk.request.ids[chunk.start : chunk.end]
+            positions += range(chunk.start, chunk.end)
+            slots += [self._slot(pages, position) for position in range(chunk.start, chunk.end)]
+            if chunk.is_last:
+                last_tokens.append(len(tokens) - 1)
+        return StepInputs(
+            tokens=_int32(tokens),
+            positions=_int32(positions),
+            slots=_int32(slots),
+            context_lens=_int32(context_lens),
+            decode_tables=self._tables(tables, rows),
+            decode_items=decode_work,
+            num_decode_items=_int32([len(decode_work)]),
+            prefill_tables=self._tables(
+                [chunk.request.sequence.block_table for chunk in chunks], len(chunks)
+            ),
+            prefill_items=prefill_items(
+                [chunk.start for chunk in chunks], [chunk.count for chunk in chunks]
+            ).numpy(),
+            last_tokens=_int32(last_tokens),
+        )
+
+    def _slot(self, pages, position) -> int:
+        return pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def _tables(self, tables, rows) -> np.ndarray:
+        """Returns block tables int32 [rows, width]; entries behind a sequence's pages are 0."""
+        array = np.zeros((rows, self.table_width), np.int32)
+        for row, pages in enumerate(tables):
+            array[row, : len(pages)] = pages
+        return array
+
+
+def _int32(values) -> np.ndarray:
+    return np.array(values, np.int32)
 
 
 def group_by_prefix(tables: Sequence[list[int]]) -> list[tuple[list[int], int]]:
@@ -322,9 +202,3 @@ def group_by_prefix(tables: Sequence[list[int]]) -> list[tuple[list[int], int]]:
             groups.append((order[start : i + 1], pages))
             start = i + 1
     return groups
-
-
-def write(tensor: Tensor, values: Sequence, start: int = 0) -> None:
-    """Writes rows of a host tensor, from `start` on."""
-    if len(values):
-        tensor.numpy()[start : start + len(values)] = values

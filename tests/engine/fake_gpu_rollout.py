@@ -47,11 +47,10 @@ class FakeGraph:
     def __init__(self, runner, rows):
         COUNTS["captures"] += 1
         with Record(self.operations):
-            runner._compute(model_runner.StepShape(decodes=rows, sampled=rows))
+            runner._forward(runner._inputs.decodes(rows))
 
     def replay(self):
         COUNTS["replays"] += 1
-        COUNTS["operations of a step"] += 1
 
 
 class Record(TorchDispatchMode):
@@ -69,24 +68,17 @@ class Record(TorchDispatchMode):
 
 
 class Watch(TorchDispatchMode):
-    """Counts what the host asks of the device, and what would make it wait.
+    """Counts what would make the host wait for a device.
 
-    All memory is the host's here, so the runner's pinned blocks tell which copies cross: those must
-    be non_blocking. A value that is read, and a tensor made of values, cross too.
+    A value that is read, and a tensor made of values. All memory is the host's here, so a copy says
+    that it crosses by being non_blocking; `staged` alone makes those to the device.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         name = function.__name__
-        if not name.startswith(VIEWS):
-            COUNTS["operations of a step"] += 1
-        waits = name.startswith(("_local_scalar_dense", "nonzero"))
-        if name.startswith("copy_"):
-            crosses = {x.untyped_storage().data_ptr() for x in args[:2]} & PINNED
-            waits = crosses and not (len(args) > 2 and args[2] or kwargs.get("non_blocking"))
-        if waits:
+        if name.startswith(("_local_scalar_dense", "nonzero")):
             COUNTS[f"waits: {name}"] += 1
-        return function(*args, **kwargs)
+        return function(*args, **kwargs or {})
 
     def __enter__(self):
         torch.tensor, torch.as_tensor = from_values, from_values
@@ -128,7 +120,7 @@ triton.runtime.driver.set_active(Driver(90))
 triton.knobs.runtime.jit_cache_hook = compiled
 for module in (engine_module, ops, attention, quantise, score):
     module.by_kernel = lambda x: True
-engine_module.free_memory = lambda device: 1 << 24
+model_runner.free_memory = lambda device: 1 << 24
 steps = int(sys.argv[1])
 model = Qwen3(ModelConfig(1000, 256, 512, 1, 8, 2, head_dim=32)).to(torch.bfloat16)
 if "int8" in sys.argv:
@@ -137,45 +129,33 @@ if "int8" in sys.argv:
 tokenizer = SimpleNamespace(vocab_size=997, eos_ids=(), decode=lambda ids, skip_special: "")
 serving = Engine(model, tokenizer, max_batch_tokens=512, max_running=64, max_context=2000)
 runner = serving.runner
-pinned = [block.inputs.memory for block in runner._host._blocks]
-pinned += [runner._host_draws.memory, runner._host_masks.memory]
-pinned += [runner._host_top.ids, runner._host_top.logprobs]
-PINNED = {memory.untyped_storage().data_ptr() for memory in pinned}
 model_runner.Graph = FakeGraph
 runner.warm_up()
 runner.capture()
 runner.use_graphs = True
 compiled_at_start, captures = set(COMPILED), COUNTS["captures"]
 
-fill, launch, draw = runner._host.fill, runner.launch, runner.draw
-most = Counter()
+make, launch, draw = runner._maker.make, runner.launch, runner.draw
 
 
-def unwatched_fill(*arguments):
+def unwatched_make(*arguments):
     """The host's own arithmetic."""
     with _disable_current_modes(), mock.patch("torch.tensor", TENSOR):
-        return fill(*arguments)
+        return make(*arguments)
 
 
 def watched_launch(batch, after=None):
-    COUNTS["operations of a step"] = 0
-    with Watch():
-        launched = launch(batch, after)
     COUNTS["ahead"] += after is not None
-    launched.kind = "step with prefill" if batch.prefills else "decode-only step"
-    return launched
+    with Watch():
+        return launch(batch, after)
 
 
 def watched_draw(launched, requests):
-    special = any(r.params.top_logprobs or r.allowed_ids(997) is not None for r in requests)
     with Watch():
         draw(launched, requests)
-    kind = f"{launched.kind}, special rows" if special else launched.kind
-    most[kind] = max(most[kind], COUNTS["operations of a step"])
-    COUNTS[kind] += 1
 
 
-runner._host.fill, runner.launch, runner.draw = unwatched_fill, watched_launch, watched_draw
+runner._maker.make, runner.launch, runner.draw = unwatched_make, watched_launch, watched_draw
 rng = random.Random(0)
 while serving.stats["steps"] < steps:
     queued = len(serving.scheduler.running) + len(serving.scheduler.waiting)
@@ -201,7 +181,6 @@ print(
             "captures": COUNTS["captures"] - captures,
             "compiled": sorted({name for name, _ in COMPILED - compiled_at_start}),
             "waits": {name: n for name, n in COUNTS.items() if name.startswith("waits")},
-            "operations": dict(most),
             "kernels": len(compiled_at_start),
             "captured_operations": sorted(FakeGraph.operations),
         }

@@ -52,7 +52,7 @@ def naive_sample(model: Qwen3, prompt: list[int], params: SamplingParams) -> lis
     ids = list(prompt)
     for _ in range(params.max_tokens):
         logits = naive_logits(model, ids)[-1:]
-        (draw,) = draw_tokens(logits, VOCAB, [params], [len(ids)], [None])
+        (draw,) = draw_tokens(logits, VOCAB, [params], [len(ids)], [None]).listed([params])
         ids.append(draw.token)
     return ids[len(prompt) :]
 

@@ -17,7 +17,7 @@ def draw(logits: torch.Tensor, params: list[SamplingParams], vocab: int, allowed
     rows = len(params)
     allowed = allowed or [None] * rows
     drawn = draw_tokens(logits.expand(rows, -1), vocab, params, range(rows), allowed)
-    return np.array([d.token for d in drawn]), np.array([d.logprob for d in drawn])
+    return drawn.tokens.numpy(), drawn.logprobs.numpy()
 
 
 def kept(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0) -> np.ndarray:
@@ -92,7 +92,8 @@ def test_the_most_probable_ids_are_those_of_the_distribution_drawn_from():
     params = SamplingParams(temperature=0.5, top_logprobs=3)
     expected = (logits / 0.5).log_softmax(0)[-3:].flip(0).tolist()
     both = [SamplingParams(), params]
-    plain, with_top = draw_tokens(logits.expand(2, -1), 150, both, [0, 1], [None] * 2)
+    drawn = draw_tokens(logits.expand(2, -1), 150, both, [0, 1], [None] * 2)
+    plain, with_top = drawn.listed(both)
     ids, values = zip(*with_top.top_logprobs, strict=True)
     assert ids == (149, 148, 147) and np.allclose(values, expected) and plain.top_logprobs == []
 
