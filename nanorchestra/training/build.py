@@ -54,6 +54,14 @@ def load_policy(
         f"lora.base is int4 on {ranks.world_size} processes; engine and trainer of one process "
         "share it: start one, or set lora.base to full",
     )
+    phases = (config.warm_start, config.grpo) if config.warm_start.steps else (config.grpo,)
+    by_muon = any(phase.optimizer == "muon" for phase in phases)
+    rank, shards = config.lora.rank, ranks.mesh["shard"].size() if ranks.mesh else 1
+    require(
+        not by_muon or not rank or rank >= shards,
+        f"lora.rank is {rank} and {shards} ranks shard the adapters; muon needs a row for each: "
+        f"set it to at least {shards}, or the optimizer of both phases to adamw",
+    )
     group = stored_group(directory) if in_4_bits else None
 
     def build(shape):

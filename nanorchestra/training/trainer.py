@@ -19,7 +19,7 @@ from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.distributed import Ranks, shard_model
 from nanorchestra.training.logprobs import full_kl, token_logprobs
 from nanorchestra.training.objectives import bounded_exp, kl_estimate
-from nanorchestra.training.optimizers import Muon, build_optimizers
+from nanorchestra.training.optimizers import build_optimizers
 from nanorchestra.training.packing import Group, MicroBatch, by_sample, divide, pack
 
 MAX_NORM = 1.0  # of the gradient, above which it is scaled down; the preset's largest was 0.22
@@ -201,7 +201,7 @@ class Trainer:
         for optimizer in self.optimizers:
             for p in optimizer.param_groups[0]["params"]:
                 state = optimizer.state[p]
-                if not state and isinstance(optimizer, Muon):
+                if not state and isinstance(optimizer, torch.optim.Muon):
                     state["momentum_buffer"] = torch.zeros_like(p)
                 elif not state:
                     state["exp_avg"] = torch.zeros_like(p)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from run_rows import steps_of
@@ -132,10 +134,23 @@ def test_the_saved_model_has_the_adapters_merged_into_the_widened_base(make_trai
     assert (run.folder.path / "adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_several_processes_are_refused_in_one_line(tmp_path):
-    config = Config().replace({"lora.base": "int4", "lora.rank": 4, "model.path": str(tmp_path)})
-    with pytest.raises(UserError, match="lora.base is int4 on 2 processes; .* start one, or") as no:
-        build.load_policy(config, Ranks(world_size=2), torch.float32, tmp_path)
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"lora.base": "int4"}, "lora.base is int4 on 8 processes; .* start one, or"),
+        ({"lora.base": "full"}, "lora.rank is 4 and 8 ranks shard .* at least 8, or the optimizer"),
+        ({"grpo.optimizer": "muon", "warm_start.steps": 0}, "lora.rank is 4 and 8 ranks shard"),
+        ({"warm_start.steps": 0}, "config.json: cannot be read"),
+    ],
+)
+def test_adapters_that_several_ranks_cannot_train_are_refused_in_one_line(
+    tmp_path, settings, message
+):
+    config = Config().replace(settings | {"lora.rank": 4, "model.path": str(tmp_path)})
+    ranks = Ranks(world_size=8)
+    ranks.mesh = {"shard": SimpleNamespace(size=lambda: 8)}
+    with pytest.raises(UserError, match=message) as no:
+        build.load_policy(config, ranks, torch.float32, tmp_path)
     assert "\n" not in str(no.value)
 
 

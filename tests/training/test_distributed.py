@@ -187,7 +187,7 @@ def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
 
     model, _ = load_model(source, dtype=None, build=build)
     reset(model, 1)
-    trainer = Trainer(model, vocab_limit=VOCAB - 6, ranks=ranks, optimizer="muon")
+    trainer = Trainer(model, vocab_limit=VOCAB - 6, ranks=ranks)
     values = [supervised_update(trainer, make_groups(step), 3e-3)["loss"] for step in range(3)]
     trainer.prepare("adamw", True)
     for step in range(3):

@@ -1,30 +1,11 @@
-"""Muon is PyTorch's, the optimizers take every parameter once, and the schedule is the stated."""
+"""The optimizers take every parameter once, and the schedule is the stated."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from nanorchestra.training.optimizers import Muon, build_optimizers, scheduled
-
-
-def test_muon_is_torchs_to_the_bit_on_whole_matrices():
-    def matrices():
-        shapes = ((8, 20), (20, 8))
-        generator = torch.Generator().manual_seed(0)
-        return [torch.nn.Parameter(torch.randn(*s, generator=generator)) for s in shapes]
-
-    ours, theirs = matrices(), matrices()
-    mine = Muon(ours)
-    mine.param_groups[0]["lr"] = 0.02
-    torchs = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    for step in range(3):
-        for p, q in zip(ours, theirs, strict=True):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
-            q.grad = p.grad.clone()
-        mine.step()
-        torchs.step()
-        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+from nanorchestra.training.optimizers import build_optimizers, scheduled
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -37,6 +18,20 @@ def test_every_trained_parameter_has_one_optimizer(nano_model, kind):
     taken = [id(p) for group in groups for p in group["params"]]
     trained = [p for p in nano_model.parameters() if p.requires_grad]
     assert sorted(taken) == sorted(map(id, trained))
+
+
+def test_an_update_of_muon_has_the_rms_of_adamws_and_decays_no_weight(nano_model):
+    _, muon = build_optimizers(nano_model, "muon", weight_decay=0.5)
+    (group,) = muon.param_groups
+    group["lr"] = 0.01
+    before = [p.detach().clone() for p in group["params"]]
+    for p in group["params"]:
+        p.grad = torch.randn(p.shape)
+    muon.step()
+    for p, old in zip(group["params"], before, strict=True):
+        assert (
+            0.15 < float((p.detach() - old).square().mean().sqrt()) / 0.01 < 0.25
+        )  # arXiv 2502.16982
 
 
 def test_the_schedule_rises_holds_and_falls():
