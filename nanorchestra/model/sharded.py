@@ -62,14 +62,3 @@ def first_row(tensor: Tensor) -> int:
         return 0
     shards = tensor.device_mesh["shard"]
     return min(shards.get_local_rank() * -(-tensor.shape[0] // shards.size()), tensor.shape[0])
-
-
-def is_first_copy(tensor: Tensor, rank: int) -> bool:
-    """Returns whether `rank`, which calls this, is the first of the ranks that hold these rows.
-
-    Ranks that shard together hold different rows; replicas of them, and plain tensors, are copies.
-    """
-    if not is_sharded(tensor):
-        return rank == 0
-    mesh = tensor.device_mesh
-    return mesh.ndim == 1 or mesh.get_local_rank("replicate") == 0

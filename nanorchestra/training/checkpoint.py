@@ -1,30 +1,37 @@
-"""Checkpoints of a run: one directory each, with a safetensors file a rank, and notes.json.
+"""Checkpoints of a run by torch.distributed.checkpoint: safetensors files, and notes.json.
 
-Every rank writes the rows that it holds: those of a GPU in a thread while training goes on, from a
-copy taken at once; those of a CPU without a copy, before training goes on. A checkpoint is written
-aside and renamed when all of it is on disk, so a directory with a checkpoint's name is whole. Any
-number of ranks reads it, each the rows that it holds.
+Each row is written by one rank that holds it: those of a GPU in a thread while training goes on,
+from a copy taken at once; those of a CPU without a copy, before training goes on. notes.json comes
+last, when the files of all ranks are on disk, so a directory that has it is whole. Any number of
+ranks reads it, each the rows that it holds.
 """
 
 import json
-import os
 import shutil
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import UserError
 from nanorchestra.files import read_json, sync, write_whole
-from nanorchestra.model.checkpoint import open_tensors
-from nanorchestra.model.sharded import fill, first_row, is_first_copy, local
+from nanorchestra.model.sharded import local
 from nanorchestra.schemas import Json
 from nanorchestra.training.distributed import Ranks
 
 NOTES = "notes.json"
 KEPT = 2
+FILE_TENSORS = 32  # in a file, which takes twice its size in memory while it is written
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single rank has none
 
 
 class Checkpoints:
@@ -32,131 +39,92 @@ class Checkpoints:
 
     def __init__(self, folder: Path, ranks: Ranks):
         self.folder, self.ranks = folder, ranks
-        self._saving: tuple[str, Future[str]] | None = None
+        self._saving: tuple[Path, Future] | None = None
         self._writing_ranks = ranks.new_group()  # for the thread that writes
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if ranks.first:
             folder.mkdir(exist_ok=True)
-            for unfinished in folder.glob(".*.part"):  # of a run that was killed
-                shutil.rmtree(unfinished)
+            for unfinished in set(folder.iterdir()) - set(whole_checkpoints(folder)):
+                shutil.rmtree(unfinished)  # of a run that was killed
         ranks.barrier()
 
     def save(self, name: str, tensors: dict[str, Tensor], notes: Json) -> None:
         """Begins to save; the tensors may change once it returns. Waits for the save before it.
 
-        Each row is written by one rank: of a tensor that is not sharded, and of replicas, by the
-        first that has it. A copy of what lies in a CPU's memory, masters and moments, would be the
-        peak of a run: it is saved when this returns.
+        A copy of what lies in a CPU's memory, masters and moments, would be the peak of a run: it
+        is saved when this returns. UserError as in `wait`.
         """
         self.wait()
-        parts = {}
-        rows = {}
-        for key, tensor in tensors.items():
-            held = local(tensor).detach()
-            if is_first_copy(tensor, self.ranks.rank) and held.numel():
-                parts[key] = held.cpu().contiguous()
-                rows[key] = first_row(tensor)
-        self._saving = name, self._thread.submit(self._write, name, parts, rows, notes)
+        path = self.folder / name
+        options = {
+            "storage_writer": Writer(path, list(tensors), notes),
+            "process_group": self._writing_ranks.group,
+            "no_dist": self.ranks.world_size == 1,
+        }
         if any(local(tensor).is_cpu for tensor in tensors.values()):
-            self.wait()
+            with in_one_line(f"{path}: cannot be written, the checkpoint before it is whole"):
+                dcp.save(tensors, **options)
+        else:
+            self._saving = path, dcp.async_save(tensors, **options)
 
     def wait(self) -> None:
         """Returns when the last save is on disk. UserError on every rank if it failed on one."""
         if self._saving is None:
             return
-        name, saving = self._saving
+        path, saving = self._saving
         self._saving = None
-        problem = saving.result()
-        require(
-            not problem,
-            f"{self.folder / name}: the checkpoint cannot be written: {problem}; "
-            "the ones before it are whole: free the space, then resume",
-        )
-
-    def _write(self, name, tensors, rows, notes) -> str:
-        """Writes this rank's file; when all are on disk, rank 0 makes a checkpoint of them.
-
-        Returns what went wrong, on every rank the same; "" if nothing did.
-        """
-        aside = self.folder / f".{name}.part"
-        try:
-            file, problem = f"rank-{self.ranks.rank:05d}.safetensors", ""
-            try:
-                aside.mkdir(exist_ok=True)
-                save_file(tensors, aside / file)
-                sync(aside / file)
-            except Exception as error:
-                problem = one_line(error)
-            tensors.clear()  # their memory is free while other ranks still write
-            parts = self._writing_ranks.all_gather((file, rows, problem))
-            problem = next((problem for _, _, problem in parts if problem), "")
-            if not problem and self.ranks.first:
-                rows_of = {file: rows for file, rows, _ in parts}
-                try:
-                    self._publish(name, aside, {"rows": rows_of, "notes": notes})
-                except Exception as error:
-                    problem = one_line(error)
-            return self._writing_ranks.broadcast(problem)
-        finally:
-            if self.ranks.first:
-                shutil.rmtree(aside, ignore_errors=True)
-
-    def _publish(self, name, aside, written):
-        """Adds notes.json, renames the directory, and removes the oldest."""
-        write_whole(aside / NOTES, json.dumps(written))
-        os.replace(aside, self.folder / name)
-        sync(self.folder)
-        for old in self._names()[:-KEPT]:
-            shutil.rmtree(self.folder / old)
+        with in_one_line(f"{path}: cannot be written, the checkpoint before it is whole"):
+            saving.result()
 
     def restore(self, prepare: Callable[[Json], dict[str, Tensor]]) -> Json | None:
-        """Reads the newest checkpoint in place into prepare(notes); returns its notes.
+        """Reads the newest whole checkpoint into prepare(notes); returns its notes.
 
-        None if there is no checkpoint. UserError if its tensors are not those of this run.
+        None if there is no checkpoint. UserError if it lacks a tensor, or has it in another shape.
         """
-        names = self.ranks.broadcast(self._names())
-        if not names:
+        newest = self.ranks.broadcast(whole_checkpoints(self.folder)[-1:])
+        if not newest:
             return None
-        path = self.folder / names[-1]
-        written = read_json(path / NOTES)
-        wanted = prepare(written["notes"])
-        parts = {}  # of each tensor: its first row in a file, and the open file
-        for file, rows in written["rows"].items():
-            opened = open_tensors(path / file)
-            for name, row in rows.items():
-                parts.setdefault(name, []).append((row, opened))
-        others = sorted(wanted.keys() ^ parts.keys())
-        require(not others, f"{path}: holds other tensors than this run, such as {others[:1]}")
-        for name, tensor in wanted.items():
-            filled = sum(_fill_from(file, name, begin, tensor) for begin, file in parts[name])
-            held = local(tensor).numel()
-            require(
-                filled == held,
-                f"{path}: {name} has {filled} of the {held} numbers that this rank holds",
+        (path,) = newest
+        notes = read_json(path / NOTES)
+        tensors = prepare(notes)
+        with in_one_line(f"{path}: cannot be read into this run"):
+            dcp.load(
+                tensors,
+                storage_reader=HuggingFaceStorageReader(str(path)),
+                process_group=self.ranks.group,
+                no_dist=self.ranks.world_size == 1,
             )
-        return written["notes"]
-
-    def _names(self) -> list[str]:
-        return sorted(path.name for path in self.folder.glob("[!.]*"))
+        return notes
 
 
-def _fill_from(file, name, begin, tensor) -> int:
-    """Copies those rows of a file that this rank holds; returns how many numbers they are."""
-    stored = file.get_slice(name)
-    shape = stored.get_shape()
-    if not shape:
-        local(tensor).copy_(file.get_tensor(name))
-        return 1
-    low = max(begin, first_row(tensor))
-    high = min(begin + shape[0], first_row(tensor) + len(local(tensor)))
-    if low >= high:
-        return 0
-    rows = stored[low - begin : high - begin]
-    fill(tensor, rows, low)
-    return rows.numel()
+class Writer(HuggingFaceStorageWriter):
+    """Writes the files of each rank, several, as each is put together in memory."""
+
+    def __init__(self, path: Path, names: list[str], notes: Json):
+        files = {name: 1 + number // FILE_TENSORS for number, name in enumerate(names)}
+        super().__init__(str(path), files, save_distributed=True)
+        self.notes = notes
+
+    def finish(self, metadata: dcp.Metadata, results: list) -> None:
+        """Writes notes.json, on the first rank when all files are written; removes the oldest."""
+        write_whole(self.path / NOTES, json.dumps(self.notes))
+        sync(self.path.parent)
+        for old in whole_checkpoints(self.path.parent)[:-KEPT]:
+            shutil.rmtree(old)
 
 
-def one_line(error: Exception) -> str:
-    """Returns an error in one line: the text of a UserError, and the class of any other."""
-    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return text.strip().splitlines()[0]
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Returns the checkpoints that are whole, the oldest first."""
+    return sorted(notes.parent for notes in folder.glob(f"*/{NOTES}"))
+
+
+@contextmanager
+def in_one_line(problem: str) -> Iterator[None]:
+    """Raises UserError for what failed on a rank, of which DCP tells all."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        if isinstance(failure, KeyboardInterrupt):
+            raise failure from None
+        text = failure if isinstance(failure, UserError) else repr(failure)
+        raise UserError(f"{problem}: {text}") from error

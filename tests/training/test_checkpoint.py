@@ -7,28 +7,35 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from test_distributed import ONE, agree, first_half, make_groups, make_trainer, second_half
 
 from nanorchestra.errors import UserError
-from nanorchestra.model.sharded import local
 from nanorchestra.training import checkpoint
-from nanorchestra.training.checkpoint import Checkpoints
+from nanorchestra.training.checkpoint import FILE_TENSORS, Checkpoints
 from train import supervised_update
 
 
-def test_a_checkpoint_holds_what_was_and_training_goes_on_to_the_bit(tmp_path):
-    straight = first_half(ONE, str(tmp_path))
-    agree(second_half(ONE, str(tmp_path)), straight, 0.0)
+def learn(trainer, seed):
+    """Takes a step; returns a copy of all tensors."""
+    supervised_update(trainer, make_groups(seed), 1e-2)
+    return {key: x.clone() for key, x in trainer.tensors().items()}
+
+
+@pytest.mark.parametrize("lora", [0, 3])
+def test_a_checkpoint_holds_what_was_and_training_goes_on_to_the_bit(tmp_path, lora):
+    straight = first_half(ONE, str(tmp_path), lora=lora)
+    agree(second_half(ONE, str(tmp_path), lora=lora), straight, 0.0)
 
 
 def test_the_newest_checkpoint_is_read_and_the_one_before_is_kept(tmp_path):
     trainer, checkpoints, states = make_trainer(ONE), Checkpoints(tmp_path, ONE), {}
     for name in "abc":
-        supervised_update(trainer, make_groups(ord(name)), 1e-2)
-        states[name] = {key: x.clone() for key, x in trainer.tensors().items()}
+        states[name] = learn(trainer, ord(name))
         checkpoints.save(name, trainer.tensors(), {"name": name})
     assert sorted(os.listdir(tmp_path)) == ["b", "c"]
+    # a file is put together in memory
+    assert all(len(load_file(file)) <= FILE_TENSORS for file in tmp_path.glob("*/*.safetensors"))
     for newest in "cb":
         assert checkpoints.restore(lambda notes: trainer.tensors()) == {"name": newest}
         now = trainer.tensors()
@@ -36,49 +43,60 @@ def test_the_newest_checkpoint_is_read_and_the_one_before_is_kept(tmp_path):
         shutil.rmtree(tmp_path / newest)  # by hand, as of a disk that has lost a part of it
 
 
-def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path):
+def test_what_a_gpu_holds_is_written_as_it_was_while_training_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "local", lambda tensor: tensor.to("meta"))  # not of a CPU
     trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, ONE)
-    tensors = trainer.tensors()
-    checkpoints.save("a", tensors, {})
-    name = "model.layers.0.down_proj.weight"
-    others = (
-        {**tensors, "model.more": torch.zeros(3)},
-        {key: x for key, x in tensors.items() if key != name},
-        tensors | {name: torch.zeros(40, 50)},
-    )
-    for wanted in others:
-        with pytest.raises(UserError, match=r"a: .*(other tensors|of the 2000 numbers)") as refusal:
-            checkpoints.restore(lambda notes, wanted=wanted: wanted)
-        assert "\n" not in str(refusal.value)
-
-
-def test_what_lies_in_a_cpus_memory_is_written_without_a_copy(tmp_path, monkeypatch):
-    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, ONE)
-    written = {}
-
-    def write(tensors, file):
-        written.update({name: tensor.data_ptr() for name, tensor in tensors.items()})
-        return save_file(tensors, file)
-
-    monkeypatch.setattr(checkpoint, "save_file", write)
+    state = learn(trainer, 1)
     checkpoints.save("a", trainer.tensors(), {})
-    held = {name: local(tensor) for name, tensor in trainer.tensors().items()}
-    assert written == {name: t.data_ptr() for name, t in held.items() if t.numel()}
-
-
-def test_a_full_disk_leaves_the_checkpoints_before(tmp_path, monkeypatch):
-    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, ONE)
-    checkpoints.save("a", trainer.tensors(), {})
+    for seed in range(5):
+        learn(trainer, seed)
     checkpoints.wait()
+    checkpoints.restore(lambda notes: trainer.tensors())
+    assert all(torch.equal(now, state[key]) for key, now in trainer.tensors().items())
 
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="b: the checkpoint cannot be written: OSError: .*No space"):
-        checkpoints.save("b", trainer.tensors(), {})
-    assert os.listdir(tmp_path) == ["a"]
-    monkeypatch.undo()
-    (tmp_path / ".c.part").mkdir()  # of a process that was killed
-    assert Checkpoints(tmp_path, ONE).restore(lambda notes: trainer.tensors()) == {}
-    assert os.listdir(tmp_path) == ["a"]
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("model.more", torch.zeros(3), "Missing key .* model.more"),
+        ("model.norm", torch.zeros(40, 50), "Size mismatch .* model.norm"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path, name, value, message):
+    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, ONE)
+    checkpoints.save("a", trainer.tensors(), {})
+    wanted = trainer.tensors() | {name: value}
+    with pytest.raises(UserError, match=f"a: cannot be read into this run: .*{message}") as refusal:
+        checkpoints.restore(lambda notes: wanted)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_full_disk_or_a_kill_leaves_the_checkpoints_before(tmp_path, monkeypatch, on_cpu):
+    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, ONE)
+    checkpoints.save("a", trainer.tensors(), {})
+    state = learn(trainer, 1)
+    checkpoints.save("b", trainer.tensors(), {})
+    files = len(list((tmp_path / "b").iterdir()))
+    if not on_cpu:
+        monkeypatch.setattr(checkpoint, "local", lambda tensor: tensor.to("meta"))
+    fsync = os.fsync
+    for written in range(files):  # the last one is notes.json
+        left = [fsync] * written
+
+        def full(descriptor, left=left):
+            if not left:
+                raise OSError(28, "No space left on device")
+            left.pop()(descriptor)
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match="c: cannot be written, .* before it is whole: .*No sp"):
+            checkpoints.save("c", trainer.tensors(), {})
+            checkpoints.wait()
+        monkeypatch.setattr(os, "fsync", fsync)
+        assert (tmp_path / "c").is_dir()  # as a kill leaves it
+        learn(trainer, 2)
+        resumed = Checkpoints(tmp_path, ONE)
+        assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+        resumed.restore(lambda notes: trainer.tensors())
+        assert all(torch.equal(now, state[key]) for key, now in trainer.tensors().items())

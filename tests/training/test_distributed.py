@@ -150,10 +150,12 @@ def several_updates(ranks: Ranks, **options) -> dict[str, torch.Tensor]:
     return {"losses": torch.tensor(values), "logprobs": torch.tensor(gathered)}
 
 
-def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
+def first_half(
+    ranks: Ranks, folder: str, optimizer: str = "muon", **options
+) -> dict[str, torch.Tensor]:
     """Three steps, a checkpoint, and three more while it is written."""
-    trainer, values = make_trainer(ranks), []
-    trainer.prepare("muon", True)
+    trainer, values = make_trainer(ranks, **options), []
+    trainer.prepare(optimizer, True)
     checkpoints = Checkpoints(Path(folder), ranks)
     for step in range(6):
         values.append(supervised_update(trainer, make_groups(step), 3e-3)["loss"])
@@ -164,9 +166,11 @@ def first_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
     return {"losses": torch.tensor(values[3:])} | reference
 
 
-def second_half(ranks: Ranks, folder: str) -> dict[str, torch.Tensor]:
-    trainer = make_trainer(ranks, seed=5)  # other weights, which must not remain
-    notes = Checkpoints(Path(folder), ranks).restore(lambda notes: trainer.prepare("muon", True))
+def second_half(
+    ranks: Ranks, folder: str, optimizer: str = "muon", **options
+) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(ranks, seed=5, **options)  # other weights, which must not remain
+    notes = Checkpoints(Path(folder), ranks).restore(lambda _: trainer.prepare(optimizer, True))
     steps = range(notes["step"], 6)
     values = [supervised_update(trainer, make_groups(step), 3e-3)["loss"] for step in steps]
     reference = {name: value.clone() for name, value in named_hf_tensors(trainer.reference)}
@@ -356,8 +360,12 @@ def test_four_ranks_and_two_nodes_with_a_replica_each_do_as_one(tmp_path):
     jobs = [[name, "gradients", VARIANTS[name]] for name in names]
     jobs += [[f"flat_{name}", "gradients", VARIANTS[name]] for name in names]
     jobs += [["muon", "losses", {"steps": 3}]]
-    folder = str(tmp_path / "run")
-    jobs += [[name, name, {"folder": folder}] for name in ("first_half", "second_half")]
+    folder, adapters_folder = str(tmp_path / "run"), str(tmp_path / "adapters")
+    halves = ("first_half", "second_half")
+    jobs += [[name, name, {"folder": folder}] for name in halves]
+    lora = {"lora": 3, "optimizer": "adamw"}  # 3 rows for 4 ranks
+    offloaded = lora | {"folder": adapters_folder, "offload": True}
+    jobs += [[f"flat_{name}", name, offloaded] for name in halves]
     results = run(tmp_path, 4, jobs, node=2)
     for name in names:
         agree(results[name], expected(name), 1e-5)
@@ -365,8 +373,12 @@ def test_four_ranks_and_two_nodes_with_a_replica_each_do_as_one(tmp_path):
     agree(results["muon"], losses(ONE, steps=3), 1e-4)
     agree(results["second_half"], results["first_half"], 0.0)  # to the bit
     agree(second_half(ONE, folder), results["first_half"], 1e-5)
-    written = [file.stat().st_size for file in (tmp_path / "run" / "three").glob("rank-*")]
-    assert sorted(size > 1000 for size in written) == [False, False, True, True]  # one replica
+    agree(results["flat_second_half"], results["flat_first_half"], 0.0)
+    agree(second_half(ONE, adapters_folder, **lora), results["flat_first_half"], 1e-5)
+    files = (tmp_path / "run" / "three").glob("*.safetensors")
+    written = sum(part.numel() for file in files for part in load_file(file).values())
+    held = make_trainer(ONE).prepare("muon", True).values()
+    assert written == sum(tensor.numel() for tensor in held)  # of one replica
 
 
 FAILING = """
