@@ -9,7 +9,7 @@
     python evaluate.py compare runs/A runs/B        two evaluations of the same tasks
 
 An evaluation is a directory runs/NAME: config.toml, the attempts as JSON Lines, summary.json,
-report.html and plots. The same command continues one that was stopped. docs/evaluate.md has more.
+report.html. The same command continues one that was stopped. docs/evaluate.md has more.
 """
 
 import sys
@@ -41,7 +41,8 @@ from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import read_json_lines, read_text, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.comparison import recorded_attempts, write_comparison
-from nanorchestra.report.run import Run, aligned, label, path_of_run, table
+from nanorchestra.report.run import Run, path_of_run
+from nanorchestra.report.tables import aligned, difference, label, table
 from nanorchestra.schemas import Json
 from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
@@ -187,7 +188,7 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
         parts = ", ".join(f"{name} ${usd:.4g}" for name, usd in spending.bill.most_common())
         print(f"paid to endpoints: ${sum(spending.bill.values()):.4g} ({parts})")
     require(not problem, problem)
-    print(f"{run.path}: report.html and plots")
+    print(f"{run.path}: report.html, summary.json")
 
 
 def evaluate_by_tau2(options: Namespace) -> None:
@@ -421,7 +422,7 @@ def show(worlds: dict[str, Json]) -> None:
         rows = [["reward of the first, minus that of", "mean [95% interval]"]]
         for name in others:
             reward = summaries[name]["behind"].get("reward")
-            rows.append([label(name), _difference_text(reward, "+.3f") if reward else "-"])
+            rows.append([label(name), difference(reward, form="+.3f") if reward else "-"])
         print("\n".join(["", *aligned(rows), ""]))
 
 
@@ -442,7 +443,7 @@ def compare_runs(paths: list[Path]) -> None:
         if name in our_unpriced or other in their_unpriced:
             differences.pop("cost_usd", None)
         print(f"{name} minus {other} on the {len(shared)} attempts at the same tasks:")
-        rows = [[f"  {key}", _difference_text(found)] for key, found in differences.items()]
+        rows = [[f"  {key}", difference(found)] for key, found in differences.items()]
         print("\n".join(aligned(rows)))
 
 
@@ -466,12 +467,6 @@ def _share_text(share: Json | None) -> str:
         return "-"
     right, low, high = (round(100 * share[name]) for name in ("right", "low", "high"))
     return f"{right} [{low}, {high}]"
-
-
-def _difference_text(difference: metrics.Difference, form: str = "+.3g") -> str:
-    """Returns a mean with its interval and p."""
-    mean, low, high, p = difference
-    return f"{mean:{form}} [{low:{form}}, {high:{form}}] p={p:.2g}"
 
 
 if __name__ == "__main__":

@@ -88,8 +88,7 @@ def nano_model(make_nano):
 @pytest.fixture
 def without_report(monkeypatch):
     """A run writes no report, which takes seconds."""
-    monkeypatch.setattr("nanorchestra.training.run.REPORT_EVERY", 0.0)
-    monkeypatch.setattr("nanorchestra.training.run.write_report", lambda path: None)
+    monkeypatch.setattr("nanorchestra.training.run.write_report", lambda path, live=False: None)
 
 
 @pytest.fixture

@@ -58,6 +58,6 @@ if __name__ == "__main__":
     import train
     from nanorchestra.training import run
 
-    run.write_report = lambda path: None  # it takes seconds
+    run.write_report = lambda path, live=False: None  # it takes seconds
 
     sys.exit(train.main(sys.argv[1:]))

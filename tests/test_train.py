@@ -102,7 +102,7 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path, monkeypatch, c
     wait_for(process, cut, "warm_start", 3)
     process.kill()
     process.communicate(timeout=100)
-    monkeypatch.setattr("nanorchestra.training.run.write_report", lambda path: None)
+    monkeypatch.setattr("nanorchestra.training.run.write_report", lambda path, live=False: None)
     assert program.main(["--resume", str(cut)]) == 0
     assert "resuming" in capsys.readouterr().out
     assert rows(cut) == rows(run) and final(cut) == final(run)
@@ -230,6 +230,23 @@ def test_a_run_that_is_stopped_has_a_report(make_training, monkeypatch, steps):
     assert (played.exists() and played.stat().st_size > 0) == (
         steps >= 0
     )  # -1: before held-out tasks
+
+
+@pytest.mark.parametrize("share, live", [(1e-9, 1), (1e9, 3)])
+def test_a_report_is_there_after_the_first_step_and_takes_a_share_of_the_time(
+    make_training, monkeypatch, share, live
+):
+    written = []  # the steps so far, and whether the run goes on
+
+    def write_report(path, live=False):
+        written.append((len(rows(path)), live))
+
+    monkeypatch.setattr("nanorchestra.training.run.REPORT_SHARE", share)
+    monkeypatch.setattr("nanorchestra.training.run.write_report", write_report)
+    run = make_training("one", steps=3)
+    assert not run.train()
+    run.close(finished=False)
+    assert written == [(1, True), (2, True), (3, True)][:live] + [(3, False)]
 
 
 def test_only_a_second_sigint_ends_the_run_at_once():

@@ -20,7 +20,7 @@ from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import append_line, read_json_lines
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, Trajectory
-from nanorchestra.report.run import number
+from nanorchestra.report.tables import number
 from nanorchestra.report.terminal import Console, counted, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json

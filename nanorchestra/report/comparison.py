@@ -1,20 +1,31 @@
-"""report.html and PNG plots of an evaluation, from its summary.json and its attempts."""
+"""report.html of an evaluation, from its summary.json and its attempts."""
 
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanorchestra.files import read_json_lines, write_whole
-from nanorchestra.records import Preference
-from nanorchestra.report import plots
-from nanorchestra.report.page import page
+from nanorchestra.files import read_json_lines
+from nanorchestra.report.page import frontiers, write_page
 from nanorchestra.report.run import Run
-from nanorchestra.report.trace import tree
+from nanorchestra.report.tables import (
+    Rows,
+    cell,
+    difference,
+    failures,
+    label,
+    number,
+    scores_table,
+)
+from nanorchestra.report.trace import Attempt, Pair, instructive
 from nanorchestra.schemas import Json
 
-SIZE = {"width": 7.5, "height": 4.2}  # inches of a plot
-SCRIPTS = ("tables.js", "frontier.js", "evaluation.js")
-BODY = "\n".join(f'<div id="{name}"></div>' for name in ("summary", "frontier", "worlds", "pairs"))
+# Of the paired differences: the title of a column, the factor to its unit, and the format.
+DIFFERENCES = {
+    "reward": ("reward", 1, "+.3f"),
+    "accuracy": ("right, points", 100, "+.1f"),
+    "cost_usd": ("cost m$", 1000, "+.2f"),
+    "latency_s": ("time s", 1, "+.1f"),
+}
 
 
 def recorded_attempts(path: Path) -> Iterator[Json]:
@@ -25,57 +36,95 @@ def recorded_attempts(path: Path) -> Iterator[Json]:
 
 
 def write_comparison(path: Path) -> None:
-    """Writes the page and the plots of an evaluation. UserError if it cannot be read."""
+    """Writes the page of an evaluation. UserError if it cannot be read."""
     run = Run.open(path)
     summary = run.summary()
-    frontiers, sweeps = [], []  # a panel for each world
-    for world, policies in summary["worlds"].items():
-        frontiers.append(plots.frontier(policies, f"{world}:"))
-        swept = {name: scores for name, scores in policies.items() if ":turns=" in name}
-        if swept:
-            sweeps.append(plots.frontier(swept, f"{world}:", turns=True))
-    for name, panels in (("frontier", frontiers), ("turns", sweeps)):
-        if panels:
-            write_whole(path / f"{name}.png", plots.figure(panels, "png", **SIZE))
-    data = {"summary": summary, "pairs": _instructive(path, summary)}
-    write_whole(path / "report.html", page(run, BODY, data, SCRIPTS))
+    worlds = summary["worlds"]
+    first_two = list(next(iter(worlds.values()), {}))[:2]
+    names = [label(name) for name in first_two]
+    write_page(
+        run,
+        "evaluation.html",
+        live=False,
+        partial=summary["partial"],
+        first=names[0] if names else "",
+        first_two=names,
+        summary=_summary_table(worlds),
+        worlds=[_world(name, policies) for name, policies in worlds.items()],
+        instructive=instructive(_pairs(path, first_two)),
+    )
 
 
-def _instructive(path: Path, summary: Json) -> list[Json]:
-    """Returns for each wish the tasks that the first policy wins and loses by most, if any.
+def _summary_table(worlds: dict[str, dict[str, Json]]) -> Rows:
+    """Right answers by world; cost in cents and time in minutes, as in the paper's Table 1."""
+    names = dict.fromkeys(name for policies in worlds.values() for name in policies)
+    rows = [["", *(f"{world} %" for world in worlds), "cost cents", "time min"]]
+    for name in names:
+        scores = [policies[name] for policies in worlds.values() if name in policies]
+        rights = [cell(policies.get(name, {}), "accuracy", True) for policies in worlds.values()]
+        costs = [each["cost_usd"] for each in scores]
+        cost = "-" if None in costs else number(100 * sum(costs) / len(costs))
+        minutes = sum(each["latency_s"] for each in scores) / len(scores) / 60
+        rows.append([label(name), *rights, cost, number(minutes)])
+    return rows
 
-    It is compared with the second policy. Each task has both attempts.
-    """
-    worlds = list(summary["worlds"].values())
-    first_two = list(worlds[0])[:2] if worlds else []
+
+def _world(name: str, policies: dict[str, Json]) -> Json:
+    """The tables and figures of a world."""
+    trials = max(len(scores["pass_hat"]) for scores in policies.values())
+    passes = [f"pass^{k} %" for k in range(1, trials + 1)] if trials > 1 else []
+    more = [["", "tasks", "failed", "appendix L", *passes]]
+    for policy, scores in policies.items():
+        counts = [str(scores["tasks"]), str(scores["failed"])]
+        published = scores["published"]
+        counts.append("-" if published is None else number(published, 3))
+        rates = [number(100 * rate, 1) for rate in scores["pass_hat"]]
+        rates += ["-"] * (trials - len(rates))
+        more.append([label(policy), *counts, *rates[: len(passes)]])
+
+    differences = [["", *(title for title, _, _ in DIFFERENCES.values())]]
+    for policy, scores in list(policies.items())[1:]:
+        texts = []
+        for key, (_, factor, form) in DIFFERENCES.items():
+            found = scores["behind"].get(key)
+            texts.append(difference(found, factor, form) if found else "-")
+        differences.append([label(policy), *texts])
+
+    by_preference = {}
+    for policy, scores in policies.items():
+        split = scores["by_preference"].items()
+        by_preference[policy] = {preference: means["reward"] for preference, means in split}
+    return {
+        "name": name,
+        "tasks": max(scores["tasks"] for scores in policies.values()),
+        "frontiers": frontiers(policies, name),
+        "scores": scores_table(policies),
+        "failures": failures(policies),
+        "more": more,
+        "calls": _spread({policy: scores["calls"] for policy, scores in policies.items()}),
+        "seconds": _spread({policy: scores["seconds_by"] for policy, scores in policies.items()}),
+        "preferences": _spread(by_preference),
+        "differences": differences if len(differences) > 1 else [],
+    }
+
+
+def _spread(values: dict[str, dict[str, float]]) -> Rows:
+    """A table of numbers by policy and by the name of a column; 0 where a policy has none."""
+    columns = sorted({column for numbers in values.values() for column in numbers})
+    rows = [["", *columns]]
+    for policy, numbers in values.items():
+        rows.append([label(policy), *(f"{numbers.get(column, 0):.2f}" for column in columns)])
+    return rows
+
+
+def _pairs(path: Path, first_two: list[str]) -> Iterator[Pair]:
+    """Yields the attempts of the first two policies at the same task, in the first trial."""
     attempts_at = defaultdict(dict)
     for row in recorded_attempts(path):
         if row["policy"] not in first_two:
             break  # the rows of a policy lie together, those of the first two at the start
         if row["trial"] == 0 and row["status"] != "infrastructure":
-            attempts_at[row["task"]["id"]][row["policy"]] = row
-
-    pairs_of = defaultdict(list)  # by wish
+            attempts_at[row["task"]["id"]][row["policy"]] = Attempt.of(row)
     for attempts in attempts_at.values():
         if len(attempts) == 2:
-            pair = [attempts[name] for name in first_two]
-            pairs_of[Preference(**pair[0]["task"]["preference"]).name].append(pair)
-
-    chosen = []
-    for wish, pairs in sorted(pairs_of.items()):
-        pairs.sort(key=_lead)
-        for won, pair in ((True, pairs[-1]), (False, pairs[0])):
-            if _lead(pair) * (1 if won else -1) > 0:
-                sides = [
-                    {"policy": row["policy"], "reward": row["reward"], "tree": tree(row)}
-                    for row in pair
-                ]
-                text = pair[0]["task"]["preference"]["text"]
-                chosen.append({"wish": wish, "preference": text, "won": won, "sides": sides})
-    return chosen
-
-
-def _lead(pair: list[Json]) -> float:
-    """Returns by how much the first policy earns more than the second."""
-    ours, theirs = pair
-    return ours["reward"] - theirs["reward"]
+            yield tuple(attempts[name] for name in first_two)

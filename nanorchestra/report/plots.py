@@ -1,128 +1,234 @@
-"""The figures of a run, drawn by matplotlib from plain rows.
+"""The figures of the pages, drawn by matplotlib as SVG from plain rows.
 
-A panel is a function that draws on one Axes; `figure` lays panels out and returns the image. Money
-is in m$, thousandths of a dollar.
+A figure has no background, its text has the colour of the page around it, and all other colours
+read on light and dark pages. Money is in m$, thousandths of a dollar.
 """
 
-import fnmatch
 import io
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from statistics import fmean
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from matplotlib import style
-from matplotlib.axes import Axes
+import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from nanorchestra.report.run import TITLES, label, scalars
+from nanorchestra.report.tables import label, shortened
 from nanorchestra.schemas import Json
 
-STYLE = Path(__file__).with_name("report.mplstyle")
-BEFORE, AFTER = "C6", "C0"  # of the style's colours
-OTHERS = (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)  # colours of all policies but the first two
-MARKERS = "s^vD"  # of these policies in turn
-COLOURS = 12  # of the style
+COLOURS = (
+    *("#3b82d6", "#d9902f", "#35a876", "#c05fa8", "#5fb0dd", "#d9623b"),
+    *("#a07850", "#8377e0", "#a3aa1e", "#1f9ea0", "#e0668a"),
+)
 DASHES = ("-", ":", "-.")  # of lines, when the colours are all used
-Rows = list[Json]
-Panel = Callable[[Axes], None]
+MARKERS = "os^vD"  # of policies in turn
+GREY = "#8a939e"
+STYLE = {
+    "axes.edgecolor": GREY,
+    "axes.formatter.useoffset": False,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "figure.constrained_layout.use": True,
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "grid.alpha": 0.25,
+    "grid.color": GREY,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "savefig.transparent": True,
+    "svg.fonttype": "none",  # texts stay texts: black ones take the colour of the page
+    "svg.hashsalt": "nanorchestra",  # the same figure gives the same bytes
+    "text.parse_math": False,  # a name with dollars is no formula
+    "xtick.color": GREY,
+    "xtick.labelcolor": "black",
+    "ytick.color": GREY,
+    "ytick.labelcolor": "black",
+}
+NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+WIDTH, HEIGHT = 3.7, 2.4  # inches of a panel of curves
+FRONTIER_WIDTH, FRONTIER_HEIGHT = 4.4, 3.0
+LEGEND_ROW = 0.16  # inches
+RECENT = 25  # steps of which a strong line is the mean, at most
+POINTS = 400  # of a line, at most: a panel has fewer pixels
+LEGEND_CHARS = 34  # of a policy's name
 
 
-def figure(panels: Sequence[Panel], kind: str, width: float = 3.7, height: float = 2.6) -> bytes:
-    """Return an image of `kind` "svg" or "png" (150 dots an inch), three panels a row.
+class Panel(NamedTuple):
+    """A chart of metrics by step: its keys in a row, and the factor to its unit.
 
-    Width and height of a panel are in inches. The same panels give the same bytes.
+    keys: each, after a space, has a number, or numbers by name, which are a line each.
     """
-    with style.context(STYLE):
-        rows, columns = math.ceil(len(panels) / 3), min(len(panels), 3)
-        drawn = Figure(figsize=(width * columns, height * rows), layout="constrained")
-        axes = list(drawn.subplots(rows, columns, squeeze=False).flat)
-        for axis, panel in zip(axes, panels, strict=False):
-            panel(axis)
-        for axis in axes[len(panels) :]:
-            axis.set_visible(False)
-        buffer = io.BytesIO()
-        metadata = {"Date": None} if kind == "svg" else None
-        drawn.savefig(buffer, format=kind, dpi=150, metadata=metadata)
-    return buffer.getvalue()
+
+    title: str
+    keys: str
+    factor: float = 1.0
 
 
-def curves(rows: Rows, name: str) -> list[Panel]:
-    """Return the panels of that name in report.json: values by step, and strong their mean.
+LEARNING = (
+    Panel("Reward that is trained on", "reward"),
+    Panel("Right answers, %", "accuracy", 100),
+    Panel("Cost per task, m$", "cost_usd", 1000),
+    Panel("Latency per task, s", "latency_s"),
+    Panel("Preference score", "preference"),
+    Panel("Bans broken, %", "avoided_rate", 100),
+    Panel("Parts of the reward by the price list", "reward_parts"),
+)
+TOOLS = (
+    Panel("Calls per trajectory, by kind of tool", "calls"),
+    Panel("Cost per task, by payee, m$", "costs_usd", 1000),
+    Panel("Seconds per task, by who takes them", "seconds_by"),
+    Panel("Bill of the run at endpoints, $", "bill_usd"),
+)
+HEALTH = (
+    Panel("GRPO loss", "loss"),
+    Panel("KL to the reference, nats per token", "kl"),
+    Panel("Entropy, nats per token", "entropy"),
+    Panel("KL(sampler || trainer), nats per token", "mismatch_kl"),
+    Panel("Probability, trainer / sampler", "mismatch_ratio mismatch_ratio_max"),
+    Panel("Gradient norm", "grad_norm"),
+    Panel("Ratios clipped, %", "clip_fraction", 100),
+    Panel("Std of rewards within a group", "group_std"),
+    Panel("Left out of training, %", "filtered", 100),
+    Panel("Well-formed trajectories, %", "well_formed", 100),
+    Panel("Turns per trajectory", "turns"),
+    Panel("Seconds per step", "phase_seconds"),
+    Panel("Tokens per second", "tokens_per_s"),
+    Panel("Model FLOPs utilisation, %", "mfu", 100),
+    Panel("Peak memory so far, MB", "memory_mb"),
+)
+WARM_START = (
+    Panel("Loss, nats per token", "loss"),
+    Panel("Entropy, nats per token", "entropy"),
+    Panel("Gradient norm", "grad_norm"),
+    Panel("Seconds per step", "phase_seconds"),
+    Panel("Tokens per second", "tokens_per_s"),
+)
 
-    A panel of all the keys of one name is left out where rows have none, such as a bill.
+
+def curves(rows: Sequence[Json], panels: Sequence[Panel]) -> list[str]:
+    """Returns the SVG of each panel of which the rows of metrics have a number.
+
+    Faint: each step. Strong: the mean of the last tenth of all steps, at most 25. Shaded: between
+    the quartiles of the groups' means (`group_quartiles` of a row).
     """
-    values = [(row["step"], scalars(row)) for row in rows]
-    names = sorted({name for _, numbers in values for name in numbers})
-    panels = []
-    for title, patterns, factor in TITLES["panels"][name]["panels"]:
-        keys = [key for pattern in patterns.split() for key in fnmatch.filter(names, pattern)]
-        if keys or not rows or not patterns.endswith("/*"):
-            panels.append(_curve(values, title, keys, factor))
-    return panels
+    images = []
+    for panel in panels:
+        lines = {}
+        for key in panel.keys.split():
+            lines |= _lines(rows, key)
+        if lines:
+            with rc_context(STYLE):
+                images.append(_curve(panel, lines, rows))
+    return images
 
 
-def _curve(values, title, keys, factor):
-    """Return a panel of `values`, pairs of a step and its scalars, at some keys."""
-    window = min(25, max(1, len(values) // 10))  # of the strong lines
+def frontier(policies: dict[str, Json], turns: bool = False) -> str:
+    """Returns the SVG of right answers against cost, or against the turns allowed.
 
-    def draw(axis):
-        axis.set_title(title)
-        axis.set_xlabel("step")
-        if not keys:
-            return _empty(axis)
-        for place, key in enumerate(keys):
-            points = [(step, factor * numbers[key]) for step, numbers in values if key in numbers]
-            steps, heights = zip(*points, strict=True)
-            axis.plot(steps, heights, color=f"C{place % COLOURS}", alpha=0.28, linewidth=0.9)
-            named = key.rpartition("/")[2].replace("_", " ")
-            mean = [fmean(heights[max(0, n - window) : n]) for n in range(1, len(heights) + 1)]
-            line = {"label": named, "linewidth": 1.8, "marker": ".", "markersize": 2}
-            line["linestyle"] = DASHES[place // COLOURS % len(DASHES)]
-            axis.plot(steps, mean, color=f"C{place % COLOURS}", **line)
-        if len(keys) > 1:
-            axis.margins(y=0.04 * (2 + len(keys)))  # room for the legend
-            axis.legend(loc="upper left", ncols=3, columnspacing=1, handlelength=1)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-
-    return draw
-
-
-def frontier(policies: dict[str, Json], world: str = "", turns: bool = False) -> Panel:
-    """Return the panel of right answers against cost, or allowed turns, with 95% intervals.
-
-    Scores by policy; the first two are drawn larger, in blue and grey.
+    Scores by policy, with 95% intervals; the first two are drawn larger, in blue and orange. A
+    policy without a price has no place on the axis of cost. "" if none has a place.
     """
-    ours = [*policies][:2]
-
-    def draw(axis):
-        axis.set_title(f"{world} right answers on held-out tasks, %".strip())
-        axis.set_xlabel("turns allowed" if turns else "cost per task, m$ (thousandths of a dollar)")
-        known = [item for item in policies.items() if turns or item[1]["cost_usd"] is not None]
-        if not known:
-            return _empty(axis)
-        best = []
-        ranked = sorted(known, key=lambda item: -item[1]["accuracy"])  # as in the picture
-        for name, scores in ranked:
+    shown = {
+        name: scores
+        for name, scores in policies.items()
+        if (":turns=" in name if turns else scores["cost_usd"] is not None)
+    }
+    if not shown:
+        return ""
+    with rc_context(STYLE):
+        rows = math.ceil(len(shown) / 2)  # of the legend
+        figure = Figure(figsize=(FRONTIER_WIDTH, FRONTIER_HEIGHT + LEGEND_ROW * rows))
+        axes = figure.subplots()
+        axes.set_title("Right answers on held-out tasks, %")
+        axes.set_xlabel("turns allowed" if turns else "cost per task, m$ (thousandths of a dollar)")
+        points = []
+        for place, (name, scores) in enumerate(shown.items()):
             y, up = _point(scores, "accuracy", 100)
             if turns:
-                x, wide = float(name.rpartition(":turns=")[2].partition(":")[0]), None
+                x, wide = int(re.search(r":turns=(\d+)", name)[1]), None
             else:
                 x, wide = _point(scores, "cost_usd", 1000)
-            best.append((x, y))
-            place = [*policies].index(name)  # as in the page
-            style = {"color": f"C{OTHERS[(place - 2) % len(OTHERS)]}", "elinewidth": 0.6}
-            if name in ours:
-                style = {"color": (AFTER, BEFORE)[place], "markersize": 9}
-            marker = "o" if name in ours else MARKERS[place % len(MARKERS)]
-            axis.errorbar(x, y, up, wide, marker, label=label(name), **style)
-        steps = [p for p in sorted(best) if all(q[1] < p[1] for q in best if q < p)]
-        dominant = {"label": "nothing to its left is right as often", "zorder": 0}
-        axis.plot(*zip(*steps, strict=True), color=BEFORE, linewidth=0.8, **dominant)
-        axis.set_xlim(left=0)
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+            points.append((x, y))
+            axes.errorbar(
+                x,
+                y,
+                up,
+                wide,
+                color=COLOURS[place % len(COLOURS)],
+                elinewidth=0.7,
+                fmt=MARKERS[place % len(MARKERS)],
+                label=shortened(label(name), LEGEND_CHARS),
+                markersize=8 if place < 2 else 5,
+            )
+        best = []  # from left to right: nothing to its left is right as often
+        for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
+            if not best or y > best[-1][1]:
+                best.append((x, y))
+        axes.plot(*zip(*best, strict=True), "--", color=GREY, linewidth=0.8, zorder=0)
+        axes.set_xlim(left=0)
+        return _svg(figure, columns=2)
 
-    return draw
+
+def _lines(rows, key) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and values by the name of a line: the key, or the names of the numbers that it has."""
+    lines = {}
+    for row in rows:
+        value = row.get(key)
+        numbers = value if isinstance(value, dict) else {key: value}
+        for name, number in numbers.items():
+            if number is not None:
+                steps, values = lines.setdefault(name, ([], []))
+                steps.append(row["step"])
+                values.append(number)
+    return dict(sorted(lines.items()))
+
+
+def _curve(panel, lines, rows) -> str:
+    figure = Figure(figsize=(WIDTH, HEIGHT + LEGEND_ROW * (math.ceil(len(lines) / 4) - 1)))
+    axes = figure.subplots()
+    axes.set_title(panel.title)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    for place, (name, (steps, values)) in enumerate(lines.items()):
+        colour = COLOURS[place % len(COLOURS)]
+        dash = DASHES[place // len(COLOURS) % len(DASHES)]
+        chosen = _spread(len(steps))
+        steps = np.array(steps)[chosen]
+        values = panel.factor * np.array(values)
+        strong = {"color": colour, "linestyle": dash, "linewidth": 1.6}
+        if len(steps) < 10:
+            strong["marker"] = "."
+        axes.plot(steps, values[chosen], color=colour, alpha=0.3, linewidth=0.8)
+        axes.plot(steps, _recent_means(values)[chosen], label=name.replace("_", " "), **strong)
+
+        known = [row for row in rows if name in row.get("group_quartiles", {})]
+        if known:
+            chosen = _spread(len(known))
+            steps = np.array([row["step"] for row in known])
+            low, high = np.array([row["group_quartiles"][name] for row in known], float).T
+            low, high = panel.factor * _recent_means(low), panel.factor * _recent_means(high)
+            band = steps[chosen], low[chosen], high[chosen]
+            axes.fill_between(*band, color=colour, alpha=0.15, linewidth=0)
+    return _svg(figure, columns=4 if len(lines) > 1 else 0)
+
+
+def _recent_means(values) -> np.ndarray:
+    """The mean of each value and those before it: of the last tenth of all, at most RECENT."""
+    window = min(RECENT, max(1, len(values) // 10))
+    sums = np.cumsum([0.0, *values])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _spread(count) -> np.ndarray:
+    """At most POINTS places in a list of `count`, evenly spaced from the first to the last."""
+    return np.linspace(0, count - 1, min(count, POINTS)).astype(int)
 
 
 def _point(scores, key, factor):
@@ -136,5 +242,11 @@ def _point(scores, key, factor):
     return factor * value, [[factor * below], [factor * above]]
 
 
-def _empty(axis):
-    axis.text(0.5, 0.5, "no data yet", transform=axis.transAxes, ha="center", color=BEFORE)
+def _svg(figure, columns) -> str:
+    """The image with a legend of so many columns below it, 0 for none."""
+    if columns:
+        figure.legend(loc="outside lower left", ncols=columns, columnspacing=1, handlelength=1.2)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=NO_METADATA)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]  # without what only a file of its own begins with

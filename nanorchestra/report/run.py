@@ -1,4 +1,4 @@
-"""The run directory: config.toml, two append-only JSON Lines logs, summary.json, and its results.
+"""The run directory: config.toml, two append-only JSON Lines logs, and summary.json.
 
 One process writes a run, any number may read it meanwhile. This file knows nothing of training.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +20,6 @@ from nanorchestra.files import append_line, read_json, sync, write_whole
 from nanorchestra.schemas import Json
 
 LOGS = ("metrics", "trajectories")
-FIRST_COLUMN = 38  # characters, so that a table fits a terminal of 80
-# Titles of tables and panels. A column has a title with its unit, a factor, and decimals (None:
-# three significant digits); a panel a title, patterns for the keys of a metrics row, and a factor.
-TITLES = read_json(Path(__file__).with_name("report.json"))
 
 
 class Run:
@@ -143,80 +138,6 @@ def path_of_run(root: str | Path, name: str, option: str) -> Path:
 def to_toml(config: Config) -> str:
     """Return all settings as the TOML of config.toml; settings.load_config reads it back."""
     return tomli_w.dumps(dataclasses.asdict(config))
-
-
-def held_out_scores(summary: Json) -> dict[str, Json]:
-    """Return the held-out scores of a training run by name: before, after, then the routers."""
-    held_out = summary.get("held_out", {})
-    sides = {name: held_out.get(name) for name in ("before", "after")}
-    named = sides | held_out.get("routers", {})
-    return {name: scores for name, scores in named.items() if scores}
-
-
-def label(name: str) -> str:
-    """Return what a table calls a policy: as --policy does; report.html says more of routers."""
-    return TITLES["names"].get(name, name)
-
-
-def table(policies: dict[str, Json], heading: str = "on held-out tasks") -> str:
-    """Return scores by name as aligned lines for a terminal of 80 columns, units in the first.
-
-    The other measures are in summary.json and report.html.
-    """
-    rows = [[heading, *TITLES["terminal"].values()]]
-    for name, scores in policies.items():
-        rows.append([label(name), *(_cell(scores, key) for key in TITLES["terminal"])])
-    lines = aligned(rows)
-    for name, scores in policies.items():
-        if scores.get("failed"):
-            failed = f"{scores['failed']} of {scores['attempts']} attempts"
-            reason = " ".join(scores["failure"].split())
-            lines.append(f"{label(name)}: {failed} failed, and are in no mean: {reason}")
-    return "\n".join(lines)
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Return rows of texts as lines of columns; the first column is cut to FIRST_COLUMN."""
-    heads = []
-    for head, *_ in rows:
-        heads.append(head if len(head) <= FIRST_COLUMN else "..." + head[3 - FIRST_COLUMN :])
-    columns = zip(*(texts for _, *texts in rows), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for head, (_, *texts) in zip(heads, rows, strict=True):
-        cells = map(str.rjust, texts, widths)
-        lines.append("  ".join([head.ljust(max(map(len, heads))), *cells]))
-    return lines
-
-
-def _cell(scores, key):
-    """A score, that of the reward with half of its interval; "-" if there is none."""
-    _, factor, decimals = TITLES["columns"][key]
-    digits = number if decimals is None else f"{{:.{decimals}f}}".format
-    if scores.get(key) is None:
-        return "-"
-    low, high = scores.get("intervals", {}).get(key, (None, None))
-    half = f" ±{digits(factor * (high - low) / 2)}" if key == "reward" and high else ""
-    return digits(factor * scores[key]) + half
-
-
-def scalars(row: Json, prefix: str = "") -> dict[str, float]:
-    """Return the numbers of a row; those of a dict inside it are named dict/name."""
-    numbers: dict[str, float] = {}
-    for name, value in row.items():
-        if isinstance(value, dict):
-            numbers |= scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and name != "step":
-            numbers[prefix + name] = float(value)
-    return numbers
-
-
-def number(value: float) -> str:
-    """Return three significant digits without exponent: 0.0412, 3.14, 15.9, 1,234."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    decimals = 2 if value == 0 else min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
-    return f"{value:.{decimals}f}"
 
 
 def _dumps(value, indent=None):

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from nanorchestra.records import Trajectory
-from nanorchestra.report.run import number
+from nanorchestra.report.tables import number
 
 LABELS = {"reasoning": "think", "content": "answer", "tool_call": "call"}
 STYLES = {"think": "dim", "call": "cyan", "error": "red", "answer": "bold", "cost": "dim"}

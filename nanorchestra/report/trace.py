@@ -1,12 +1,69 @@
-"""Shows a recorded attempt as a tree of its calls, with what each of them cost."""
+"""Shows recorded attempts: a tree of the calls with what each cost, and all that was written."""
 
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from nanorchestra.report.run import number
+from nanorchestra.records import Preference
+from nanorchestra.report.tables import number
 from nanorchestra.schemas import Json
 
 SHOWN_CHARS = 100  # of arguments and of a result
+
+
+class Attempt(NamedTuple):
+    """What a page shows of a row that training.trajectories.to_row made."""
+
+    question: str
+    preference: str
+    wish: str  # the name of the preference
+    reward: float
+    summary: str
+    tree: str
+    text: list[Json]  # parts with their role, "assistant" or "tool"; of a training run alone
+
+    @classmethod
+    def of(cls, row: Json) -> "Attempt":
+        """Returns the attempt of a row."""
+        task, reward = row["task"], row["reward"]
+        summary = f"reward {reward:.3f}"
+        if row.get("advantage"):
+            summary += f", advantage {row['advantage']:+.2f}"
+        summary += f", ${number(row['cost_usd'])}, {row['latency_s']:.1f} s"
+        summary += f", {row['status']}: {_short(row['answer'])}"
+        return cls(
+            question=_short(task["question"]),
+            preference=task["preference"]["text"],
+            wish=Preference(**task["preference"]).name,
+            reward=reward,
+            summary=summary,
+            tree=tree(row),
+            text=row.get("text", []),
+        )
+
+
+Pair = tuple[Attempt, Attempt]  # of two policies at the same task
+
+
+def instructive(pairs: Iterable[Pair]) -> list[Pair]:
+    """Returns for each wish the task that the first side wins by most, and the one it loses so."""
+    pairs_of = defaultdict(list)  # by wish
+    for first, second in pairs:
+        pairs_of[first.wish].append((first, second))
+    chosen = []
+    for _, found in sorted(pairs_of.items()):
+        found.sort(key=_lead)
+        if _lead(found[-1]) > 0:
+            chosen.append(found[-1])
+        if _lead(found[0]) < 0:
+            chosen.append(found[0])
+    return chosen
+
+
+def _lead(pair: Pair) -> float:
+    first, second = pair
+    return first.reward - second.reward
 
 
 def tree(row: Json) -> str:

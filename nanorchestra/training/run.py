@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
 import shutil
 import time
 from dataclasses import dataclass
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanorchestra.config import DRAFT, Config
+from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import require
 from nanorchestra.files import read_text, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.page import write_report
-from nanorchestra.report.run import Run, held_out_scores, table, to_toml
-from nanorchestra.report.watch import Watch, peak_memory_mb
+from nanorchestra.report.run import Run, to_toml
+from nanorchestra.report.tables import held_out_scores, table
 from nanorchestra.schemas import Json
 from nanorchestra.settings import is_dry_run
 from nanorchestra.training.build import device_and_dtype
@@ -35,8 +36,13 @@ from nanorchestra.training.rollout import Attempts
 from nanorchestra.training.trainer import Trainer
 from nanorchestra.training.trajectories import to_row
 
-REPORT_EVERY = 120.0  # seconds between live reports
+REPORT_SHARE = 0.02  # of a run's time, at most, that goes into the reports while it goes on
 SKIP_LIMIT = 3  # steps in a row without an update end the run
+
+
+def peak_memory_mb() -> float:
+    """Returns the peak memory of this process so far, in MB of 2^20 bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 @dataclass
@@ -93,7 +99,7 @@ class TrainingRun:
         self._unused = not self.resumed  # nothing is in the directory yet
         self._started = time.monotonic()
         self._bar: tqdm | None = None
-        self.watch = Watch(self.folder, REPORT_EVERY if ranks.first else 0.0)
+        self._report_due = 0.0  # when the next report may be written, by the monotonic clock
         self.checkpoints = Checkpoints(path / "checkpoints", ranks)
         self.peak_flops = peak_flops(ranks.device, device_and_dtype(config)[1])
 
@@ -165,7 +171,6 @@ class TrainingRun:
                 "peak_memory_mb": peak_memory_mb(),
             }
             self.folder.write_json("summary.json", summary | results)
-            self.watch.close()
             write_report(self.folder.path)
 
     def close(self, finished: bool) -> None:
@@ -174,7 +179,6 @@ class TrainingRun:
         Of a run that was stopped, writes the report.
         """
         self.checkpoints.wait()
-        self.watch.close()
         if self.ranks.first:
             if not finished:
                 write_report(self.folder.path)
@@ -314,10 +318,6 @@ class TrainingRun:
             if not self.config.warm_start.steps:
                 phase = "grpo"  # it has no other one
             self.say(f"resuming {self.folder.path} at {phase} step {step}")
-        path = self.config.model.path
-        beside_weights = path != DRAFT and (Path(path) / "tokenizer.json").exists()
-        if self.ranks.first and not beside_weights:  # a draft, of the hub, or a .gguf file
-            engine.tokenizer.save(self.folder.path / "tokenizer")  # for the report
         self._unused = False
         if not self.resumed:  # not before: a set-up that fails removes the directory
             self.say(
@@ -352,7 +352,7 @@ class TrainingRun:
         steps: of the phase, after whose last one a checkpoint is written too.
         """
         self._bar.update()
-        self.watch.report()
+        self._report()
         stopping = self.asked_to_stop()
         step = self.progress.step
         if stopping or step == steps or step % self.config.run.checkpoint_every == 0:
@@ -360,6 +360,14 @@ class TrainingRun:
         if stopping or step == steps:
             self._bar.close()
         return stopping
+
+    def _report(self) -> None:
+        """Writes the report after the first step, and then as often as REPORT_SHARE allows."""
+        started = time.monotonic()
+        if self.ranks.first and started >= self._report_due:
+            write_report(self.folder.path, live=True)
+            now = time.monotonic()
+            self._report_due = now + (now - started) / REPORT_SHARE
 
     def save(self) -> None:
         """Begins a checkpoint of this moment, as `Checkpoints.save` does."""

@@ -3,12 +3,11 @@
 import json
 import math
 import os
-import re
 
 import pytest
 
 from nanorchestra.errors import UserError
-from nanorchestra.report.run import Run, held_out_scores, table
+from nanorchestra.report.run import Run
 
 CONFIG = 'seed = 7\npreset = "nano"\n'
 
@@ -95,20 +94,3 @@ def test_a_run_has_one_writer(run):
         Run.open(run.path).lock()
     run._lock.close()
     Run.open(run.path).lock()
-
-
-def test_the_table_is_aligned_has_units_and_fits_eighty_columns():
-    scores = {"reward": 0.5, "accuracy": 0.783, "cost_usd": 0.0021, "latency_s": 2.1}
-    scores["intervals"] = {"reward": [0.4, 0.6], "accuracy": [0.7, 0.8]}
-    nothing_right = {"reward": 0.0, "accuracy": 0.0, "cost_usd": 0.25}
-    held_out = {
-        "after": scores,
-        "before": nothing_right,
-        "routers": {"a/long/" * 9 + "path": scores},
-    }
-    lines = table(held_out_scores({"held_out": held_out})).splitlines()
-    assert len(lines) == 4 and len({len(line) for line in lines}) == 1 and len(lines[0]) <= 80
-    assert lines[0].split()[-6:] == ["right", "%", "cost", "m$", "time", "s"]
-    assert re.match(r"before GRPO +0\.000 +0\.0 +250 +-$", lines[1])
-    assert re.match(r"after GRPO +0\.500 ±0\.100 +78\.3 +2\.10 +2\.1$", lines[2])
-    assert lines[3].startswith("...") and "/path  " in lines[3] and held_out_scores({}) == {}

@@ -12,7 +12,6 @@ from test_toolscale_rows import DATA, NOTES, domain, real
 
 import evaluate
 from nanorchestra.config import TaskSection
-from nanorchestra.report import plots
 from nanorchestra.report.comparison import recorded_attempts
 from nanorchestra.tools.spending import Spending
 from worlds.load import open_world
@@ -39,7 +38,6 @@ def test_golden_calls_score_1_and_nothing_done_0(
     if name == "retail" and not importlib.util.find_spec("tau2"):
         pytest.skip("tau2-bench is not installed")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plots, "figure", lambda *panels, **size: b"a plot")  # it takes seconds
     path = DATA / "tau2" / name
     if name == "mock":
         path = domain(tmp_path / name, path, NOTES)

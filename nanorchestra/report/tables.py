@@ -1,0 +1,155 @@
+"""Scores as rows of texts: one table for the terminal and the pages."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from nanorchestra.schemas import Json
+
+Rows = list[list[str]]  # the first row has the titles of the columns, a row begins with a name
+
+
+class Measure(NamedTuple):
+    """How a score is written: the title of its column with the unit, and the factor to that unit.
+
+    decimals: None for three significant digits.
+    """
+
+    title: str
+    factor: float = 1.0
+    decimals: int | None = None
+
+
+MEASURES = {
+    "reward": Measure("reward", decimals=3),
+    "accuracy": Measure("right %", 100, 1),
+    "cost_usd": Measure("cost m$", 1000),
+    "latency_s": Measure("time s", decimals=1),
+    "cost_per_correct_usd": Measure("cost/right m$", 1000),
+    "preference": Measure("preference", decimals=3),
+    "avoided_rate": Measure("bans broken %", 100, 1),
+    "turns": Measure("turns", decimals=1),
+    "tokens": Measure("tokens", decimals=0),
+}
+MAIN = ("reward", "accuracy", "cost_usd", "latency_s")  # with a name they fit 80 columns
+NAMES = {"before": "before GRPO", "after": "after GRPO"}
+FIRST_COLUMN = 38  # characters, so that a table fits a terminal of 80
+
+
+def table(policies: dict[str, Json], heading: str = "on held-out tasks") -> str:
+    """Returns the main scores by name as lines for a terminal of 80 columns.
+
+    The other measures are in summary.json and report.html.
+    """
+    rows = scores_table(policies, MAIN, intervals=("reward",))
+    rows[0][0] = heading
+    return "\n".join([*aligned(rows), *failures(policies)])
+
+
+def scores_table(
+    policies: dict[str, Json],
+    measures: Iterable[str] = MEASURES,
+    intervals: Iterable[str] = MEASURES,
+) -> Rows:
+    """Returns the scores by policy, without the measures that no policy has.
+
+    intervals: measures beside which half of the 95% interval stands, if it is known.
+    """
+    known = [
+        name
+        for name in measures
+        if name in MAIN or any(scores.get(name) is not None for scores in policies.values())
+    ]
+    rows = [["", *(MEASURES[name].title for name in known)]]
+    for policy, scores in policies.items():
+        cells = [cell(scores, name, interval=name in intervals) for name in known]
+        rows.append([label(policy), *cells])
+    return rows
+
+
+def changes_table(before: dict[str, Json], after: dict[str, Json]) -> Rows:
+    """Returns the scores of parts of the tasks by name, each before and after."""
+    heads, *_ = scores_table(before | after)
+    known = [name for name, measure in MEASURES.items() if measure.title in heads]
+    rows = [heads]
+    for part in sorted(before | after):
+        sides = before.get(part, {}), after.get(part, {})
+        cells = [" → ".join(cell(side, name) for side in sides) for name in known]
+        rows.append([part, *cells])
+    return rows
+
+
+def cell(scores: Json, name: str, interval: bool = False) -> str:
+    """Returns a score in its unit, with half of its interval if asked for; "-" if it has none."""
+    _, factor, decimals = MEASURES[name]
+    if scores.get(name) is None:
+        return "-"
+    text = number(factor * scores[name], decimals)
+    low, high = scores.get("intervals", {}).get(name, (None, None))
+    if interval and low is not None:
+        text += f" ±{number(factor * (high - low) / 2, decimals)}"
+    return text
+
+
+def failures(policies: dict[str, Json]) -> list[str]:
+    """Returns a line for each policy of which the infrastructure failed attempts."""
+    lines = []
+    for name, scores in policies.items():
+        if scores.get("failed"):
+            failed = f"{scores['failed']} of {scores['attempts']} attempts"
+            reason = " ".join(scores["failure"].split())
+            lines.append(f"{label(name)}: {failed} failed, and are in no mean: {reason}")
+    return lines
+
+
+def difference(found: Sequence[float | None], factor: float = 1.0, form: str = "+.3g") -> str:
+    """Returns a mean difference with its 95% interval and p; an end that is not known is "-"."""
+    *ends, p = found
+    texts = []
+    for end in ends:
+        known = end is not None and math.isfinite(end)
+        texts.append(f"{factor * end:{form}}" if known else "-")
+    mean, low, high = texts
+    return f"{mean} [{low}, {high}] p={p:.2g}"
+
+
+def held_out_scores(summary: Json) -> dict[str, Json]:
+    """Returns the held-out scores of a training run by name: before, after, then the routers."""
+    held_out = summary.get("held_out", {})
+    sides = {name: held_out.get(name) for name in ("before", "after")}
+    named = sides | held_out.get("routers", {})
+    return {name: scores for name, scores in named.items() if scores}
+
+
+def aligned(rows: Rows) -> list[str]:
+    """Returns rows of texts as lines of columns; the first column is cut to FIRST_COLUMN."""
+    heads = [shortened(head, FIRST_COLUMN) for head, *_ in rows]
+    columns = zip(*(texts for _, *texts in rows), strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for head, (_, *texts) in zip(heads, rows, strict=True):
+        cells = map(str.rjust, texts, widths)
+        lines.append("  ".join([head.ljust(max(map(len, heads))), *cells]))
+    return lines
+
+
+def label(name: str) -> str:
+    """Returns what a table calls a policy: as --policy does."""
+    return NAMES.get(name, name)
+
+
+def shortened(text: str, chars: int) -> str:
+    """Returns the end of a text that is longer than `chars`, after "..."."""
+    return text if len(text) <= chars else "..." + text[3 - chars :]
+
+
+def number(value: float, decimals: int | None = None) -> str:
+    """Returns a number with so many decimals, or three significant digits without exponent.
+
+    Examples of the latter are 0.0412, 3.14, 15.9 and 1,234.
+    """
+    if decimals is None:
+        if abs(value) >= 100:
+            return f"{value:,.0f}"
+        decimals = 2 if value == 0 else min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
+    return f"{value:.{decimals}f}"
