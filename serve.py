@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra import SamplingParams, formats
-from nanorchestra.agent.loop import AttemptLimits, Rollout
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.config import RolloutSection
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import append_line
 from nanorchestra.formats.load import load_rollout, with_chat
@@ -54,7 +55,6 @@ from worlds.policies import Policy, checkpoint_settings
 from worlds.policies import parse as parse_policy
 from worlds.terminal import (
     COMMANDS,
-    FAILED_TURNS,
     KEYS,
     STRANGE,
     OpenQuestions,
@@ -310,10 +310,10 @@ def local_rollout(
 ) -> tuple[Rollout, str]:
     """Returns the rollout of a checkpoint of this machine, and a line about it. UserError."""
     context = read_config(model).max_position_embeddings
-    limits = AttemptLimits(turn_tokens=context // 2, context_tokens=context)
+    settings = RolloutSection(turn_tokens=context // 2, context_tokens=context)
     if knows_only_miniature(model):  # whatever else it is asked, it babbles
         trained = checkpoint_settings(model)["turn_tokens"]
-        limits = replace(limits, turn_tokens=trained, failed_turns=FAILED_TURNS)
+        settings = replace(settings, turn_tokens=trained)
         if not world.alone:
             print(f"serve.py: {STRANGE}", file=sys.stderr)
     running, engine_options = 1, {}
@@ -321,7 +321,7 @@ def local_rollout(
         running, engine_options = 256, {"max_batch_tokens": 2048}
     rollout = load_rollout(
         model,
-        limits,
+        settings,
         sampling,
         running,
         options.quantise,

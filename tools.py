@@ -3,14 +3,14 @@
 How a new tool reaches the model, in worlds that run calls by `ToolEnvironment` (questions, the
 miniature, and serve.py with `--tools`; a ToolScale task has tools of another form, data that
 worlds/toolscale/program.py interprets):
-1. Write the class here, as a `Tool` (nanorchestra/tools/limits.py): a name, a kind, a description,
+1. Write the class here, as a `Tool` (nanorchestra/tools/tool.py): a name, a kind, a description,
    the JSON schema `parameters` of its arguments, `blocking` (True if a call waits), and
    `call(arguments) -> ToolResult`, the observation with its cost and latency. A call that cannot be
    run costs nothing. Prices, or `most_usd`, say the most that a call can cost.
 2. List it in the catalogue: add its kind and settings to nanorchestra/tools/entries.py, and make it
    in `Catalogue`, which reads the file given with `--tools`. Or offer it in a world.
-3. nanorchestra/model/chat.py renders its schema into the prompt, through `function_schema`.
-4. nanorchestra/agent/environment.py checks the arguments of each call and runs it.
+3. nanorchestra/model/chat.py renders its schema into the prompt, through `Tool.schema`.
+4. `prepare`, beside `Tool`, checks the arguments of each call and runs it.
 
 A Python function decorated with `@tool` needs none of this: `--tools my_tools.py`. One that is said
 to search, or to run code, works for the published role of that kind.
@@ -47,7 +47,6 @@ from nanorchestra.tools.failures import failed
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, RemoteIndex
-from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.models import (
     SERVED,
     Endpoint,
@@ -62,6 +61,7 @@ from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.simulated import SimulatedExpert, Skill
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.tables import RecordsTool
+from nanorchestra.tools.tool import Tool
 from nanorchestra.validation import validated
 
 __all__ = ["RecordsTool", "SimulatedExpert", "Skill", "ToolResult", "load_tools", "tool"]

@@ -269,8 +269,8 @@ class Trajectory:
     prompt and turn, ...
 
     status: "answered", "turn_limit", "token_limit", "time_limit" (of an agent that is not ours),
-    "user_limit" (a limit of the preference), "failed_turns" (AttemptLimits.failed_turns in a row),
-    or "infrastructure" (a failure that the policy did not cause: the attempt leaves its group).
+    "user_limit" (a limit of the preference), or "infrastructure" (a failure that the policy did not
+    cause: the attempt leaves its group).
     verdict: how the answer was judged, "" if the world does not say it. trainer_logprobs: the
     trainer's log-probabilities of the sampled ids, in order, before its update, None for those that
     the loss leaves out; empty if it did not train on them.
@@ -295,6 +295,22 @@ class Trajectory:
     advantage: float = 0.0
     trainer_logprobs: list[float | None] = field(default_factory=list)
     verdict: str = ""
+
+    def append_given(self, ids: list[int]) -> None:
+        """Appends ids that the policy reads: a prompt, or observations."""
+        self.ids += ids
+        self.sampled += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.weight_versions += [-1] * len(ids)
+
+    def append_sampled(
+        self, ids: list[int], logprobs: list[float | None], weight_versions: list[int]
+    ) -> None:
+        """Appends ids that the policy has sampled."""
+        self.ids += ids
+        self.sampled += [True] * len(ids)
+        self.logprobs += logprobs
+        self.weight_versions += weight_versions
 
     def count_calls(self, turn: Turn) -> None:
         """Adds the calls of a turn, their US dollars, and the seconds of the slowest.

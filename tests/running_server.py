@@ -11,7 +11,8 @@ from invariants import check_scheduler
 from scripted import EchoTool
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import AttemptLimits, Rollout
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.config import RolloutSection
 from nanorchestra.engine.sampler import Draw
 from nanorchestra.records import Task
 from nanorchestra.serving.http import Server
@@ -81,7 +82,12 @@ class Running:
             task = Task("asked", question, preference, data=self.data)
             return ToolEnvironment(task, [tool or EchoTool()], lambda answer: 0.0)
 
-        rollout = Rollout(engine, engine.tokenizer, None, AttemptLimits(8, 200, 400))
+        rollout = Rollout(
+            engine,
+            engine.tokenizer,
+            None,
+            RolloutSection(turns=8, turn_tokens=200, context_tokens=400),
+        )
         defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
         self.server = Server(rollout, "nano", environment, defaults, **settings)
         listening = socket.create_server(("127.0.0.1", 0))

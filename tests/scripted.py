@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import AttemptLimits, Rollout
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.config import RolloutSection
 from nanorchestra.records import Preference, Price, Task, ToolResult
-from nanorchestra.tools.limits import Allowance, Tool
+from nanorchestra.tools.tool import Allowance, RefusedError, Tool, refused
 
-LIMITS = AttemptLimits()
+SETTINGS = RolloutSection(turn_tokens=512, context_tokens=2048)
 ANSWER = "<think>\nt\n</think>\n\n42<|im_end|>"
 
 
@@ -25,7 +26,10 @@ def call(text="hi", name="echo"):
 
 def execute(env, call):
     """The result of a ToolCall without limits."""
-    return asyncio.run(env.prepare(call, Allowance()).run())
+    try:
+        return asyncio.run(env.prepare(call, Allowance()).run())
+    except RefusedError as error:
+        return refused(str(error))
 
 
 class ScriptedEngine:
@@ -108,15 +112,15 @@ def echoing(tool=None, number=0):
     return ToolEnvironment(task, [tool or EchoTool()], lambda answer: float(answer == "42"))
 
 
-def play(tokenizer, *scripts, envs=None, finish="stop", limits=LIMITS, on_event=None, **settings):
-    """(trajectories, engine) of an attempt a script; with rebuild=True, of one attempt.
+def play(tokenizer, *scripts, envs=None, finish="stop", settings=SETTINGS, on_event=None, **more):
+    """(trajectories, engine) of an attempt a script; with rebuilt context, of one attempt.
 
     `params` of the engine are (seed, budget).
     """
     envs = envs or [echoing(number=i) for i in range(len(scripts))]
-    if settings.get("rebuild"):  # every turn opens a session, which goes on with the script
+    if settings.context == "rebuild":  # every turn opens a session, which goes on with the script
         scripts = itertools.repeat(iter(scripts[0]))
     engine = ScriptedEngine(tokenizer, scripts, finish)
     params = lambda seed, budget: (seed, budget)  # noqa: E731
-    rollout = Rollout(engine, tokenizer, params, limits, Price(1.0, 2.0), **settings)
+    rollout = Rollout(engine, tokenizer, params, settings, Price(1.0, 2.0), **more)
     return rollout.run(envs, list(range(len(envs))), on_event=on_event), engine

@@ -31,7 +31,7 @@ import pytest
 
 import serve
 import train
-from nanorchestra.agent.loop import AttemptLimits
+from nanorchestra.config import RolloutSection
 from nanorchestra.formats.load import load_rollout
 from nanorchestra.model.checkpoint import NANO
 from worlds.terminal import MiniatureQuestions, Terminal
@@ -340,8 +340,8 @@ def test_the_session_of_the_terminal_is_what_nano_does(sandbox):
     """Two transcripts: that of docs/serve.md, and the trace in docs/tools.md."""
     promised = transcript("docs/serve.md", "model: ")
     assert serve.read_sampling(NANO) == {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-    limits = AttemptLimits(turn_tokens=160, context_tokens=2048)
-    rollout = load_rollout(NANO, limits, serve.read_sampling(NANO), 1)
+    settings = RolloutSection(turn_tokens=160, context_tokens=2048)
+    rollout = load_rollout(NANO, settings, serve.read_sampling(NANO), 1)
     out = io.StringIO()
     greedy = serve.sampling_in_words(serve.read_sampling(NANO))
     about = f"assets/nano, float32 on cpu, context 2048, {greedy}"

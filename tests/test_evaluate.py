@@ -15,8 +15,7 @@ import torch
 from openai_server import openai_server, said
 
 import evaluate
-from nanorchestra.agent.loop import AttemptLimits
-from nanorchestra.config import TaskSection
+from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_json
 from nanorchestra.formats.load import load_rollout
@@ -328,7 +327,10 @@ def test_limits_are_those_of_the_models_run_or_generation_config(home):
     policy = parse("mine/model:turns=3:basic", [])
     assert (policy.settings["turns"], policy.base) == (3, "mine/model")
     assert policy.settings["tools"] == "basic"
-    assert policy.settings["temperature"] == 0.3 and policy.load(Spending(), 2).rebuild
+    assert (
+        policy.settings["temperature"] == 0.3
+        and policy.load(Spending(), 2).settings.context == "rebuild"
+    )
 
 
 def test_a_policy_with_fewer_tools_can_call_no_others(home, sandbox):
@@ -391,4 +393,4 @@ def test_the_seeds_of_a_block_are_those_of_its_tasks(home, sandbox):
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, nano_model):
     save_checkpoint(nano_model, None, tmp_path / "mute")
     with pytest.raises(UserError, match="no tokenizer.json"):
-        load_rollout(tmp_path / "mute", AttemptLimits(), {}, 1)
+        load_rollout(tmp_path / "mute", RolloutSection(), {}, 1)

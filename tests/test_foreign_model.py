@@ -13,7 +13,7 @@ import torch
 from foreign_tokenizers import make_foreign
 
 import serve
-from nanorchestra.agent.loop import AttemptLimits
+from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
 from nanorchestra.formats.load import load_rollout, with_chat
 from nanorchestra.model import chat
@@ -72,7 +72,7 @@ def test_tools_training_and_evaluation_need_the_markers(checkpoint, command_line
     assert status == 2 and err.count("\n") == 1
     assert line in err and f"nanorchestra.formats.adopt {checkpoint} --out DIR" in err
     with pytest.raises(UserError, match=re.escape(line)):
-        load_rollout(checkpoint, AttemptLimits(1, 8, 64), {}, 1)
+        load_rollout(checkpoint, RolloutSection(turns=1, turn_tokens=8, context_tokens=64), {}, 1)
     config = load_config(None, {"model.path": str(checkpoint)})
     with pytest.raises(UserError, match=re.escape(line)):
         load_policy(config, Ranks(), torch.float32, checkpoint)

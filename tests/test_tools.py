@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 from openai_server import openai_server, said
 
-from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import argument_error
 from nanorchestra.tools import models
-from nanorchestra.tools.limits import Allowance, RefusedError, within
+from nanorchestra.tools.tool import Allowance, RefusedError
 from tools import RecordsTool, load_tools, tool
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
@@ -82,7 +81,7 @@ def test_a_good_catalogue_becomes_tools_that_work(load):
     assert passages[0].startswith("Gold") and len(passages) == 2
     assert search.call({"query": "?"}).content == "nothing found"
     assert expert.expert.price == Price(1, 2) and expert.expert.max_tokens == 100
-    schema = function_schema(search)["function"]
+    schema = search.schema["function"]
     assert schema["parameters"]["required"] == ["query"] and schema["name"] == "wiki"
 
 
@@ -193,7 +192,7 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
         assert result.content == {"a-1": "79", "boxed": r"\frac{1}{2}"}[model]
     assert len(server.bodies[-1]["messages"][0]["content"]) < 1500  # its budget is 400 tokens
     with pytest.raises(RefusedError, match="answer: no model 'gpt'; there are a-1"):
-        within(answer, {"model": "gpt"}, Allowance())
+        answer.within({"model": "gpt"}, Allowance())
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/data")
@@ -206,7 +205,7 @@ def test_the_published_file_loads_as_it_is(sandbox, tmp_path, monkeypatch, capsy
     tools = {tool.name: tool for tool in offered}
     assert list(tools) == ["enhance_reasoning", "answer", "search"]
     published = [entry["function"] for entry in json.loads(PUBLISHED.read_text())]
-    assert [function_schema(tool)["function"] for tool in tools.values()] == published
+    assert [tool.schema["function"] for tool in tools.values()] == published
     expert = tools["answer"].experts["answer-math-2"]
     assert (expert.model, expert.price, expert.latency_s) == (
         "Qwen/Qwen2.5-Math-7B-Instruct",

@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields, replace
 from nanorchestra.records import Task, ToolResult, banned
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import count_tokens
-from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.tool import Tool
 from worlds.miniature.names import draw_names
 from worlds.toolscale.offers import DESCRIPTIONS, SCHEDULES, describe, scheduled
 

@@ -15,10 +15,10 @@ from typing import Literal
 
 from nanorchestra import formats
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.loop import AttemptLimits, Rollout
+from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.agent.world import World
-from nanorchestra.config import Config
+from nanorchestra.config import Config, RolloutSection
 from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import merge, read_toml
 from nanorchestra.formats.load import load_rollout
@@ -71,15 +71,14 @@ class Policy:
 
         `spending` bounds and counts what an endpoint costs.
         """
-        limits = AttemptLimits(**{name: self.settings[name] for name in LIMITS})
+        stated = {name: self.settings[name] for name in (*LIMITS, "temperature")}
+        settings = RolloutSection(**stated, context=self.settings.get("context", "append"))
         if self.kind == "endpoint":
             price = Price(self.settings.get("input", 0.0), self.settings.get("output", 0.0))
-            tokenizer, temperature = Tokenizer.from_dir(NANO), self.settings["temperature"]
-            return EndpointRollout(self.base, price, tokenizer, limits, temperature, spending)
+            tokenizer = Tokenizer.from_dir(NANO)
+            return EndpointRollout(self.base, price, tokenizer, settings, spending)
         sampling = {name: self.settings[name] for name in SAMPLING}
-        rollout = load_rollout(Path(self.base), limits, sampling, running)
-        rollout.rebuild = self.settings["context"] == "rebuild"
-        return rollout
+        return load_rollout(Path(self.base), settings, sampling, running)
 
     def environment(self, world: World, task: Task, seed: int) -> Environment:
         """Returns an attempt at a task of a world, with this policy's tools and limit of dollars.

@@ -31,8 +31,8 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
 from nanorchestra.records import Bounds, Preference, Task, ToolCall
 from nanorchestra.schemas import Json, argument_error, whole_characters
-from nanorchestra.tools.limits import Allowance, Tool, all_ban_names
 from nanorchestra.tools.models import ExpertTool
+from nanorchestra.tools.tool import Allowance, RefusedError, Tool, all_ban_names, refused
 from nanorchestra.validation import Text, validated
 from worlds import catalogue, preferences
 from worlds.judge import grade
@@ -238,8 +238,12 @@ class TaughtQuestions(QuestionWorld):
         what = catalogue.row(tool)["what"]
         alias = next(row["name"] for row in env.task.data["tools"] if row["what"] == what)
         call = ToolCall(alias, stated.get("arguments", {}))
-        prepared = env.prepare(call, Allowance(never=env.task.preference.never))
-        return Lesson(stated.get("thought", ""), call=call, result=asyncio.run(prepared.run()))
+        try:
+            prepared = env.prepare(call, Allowance(never=env.task.preference.never))
+            result = asyncio.run(prepared.run())
+        except RefusedError as error:
+            result = refused(str(error))
+        return Lesson(stated.get("thought", ""), call=call, result=result)
 
 
 def _bounds(tools) -> Bounds:

@@ -22,12 +22,12 @@ from itertools import permutations
 import numpy as np
 
 from nanorchestra.agent.environment import Environment, score_answer
+from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.world import World
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.schemas import Json
-from nanorchestra.tools.limits import UserLimits
 from nanorchestra.tools.replies import in_attempt
 from nanorchestra.tools.roles import final_answer
 from reward import task_rewards
@@ -414,9 +414,7 @@ class RouterAttempt:
     def __init__(self, env: Environment, seed: int):
         self.env = env
         self.trajectory = Trajectory(env.task.id, seed)
-        self._limits = UserLimits(
-            env.task.preference, env.prepare, self.trajectory, Price(0.0, 0.0)
-        )
+        self._limits = UserLimits(env, self.trajectory, Price(0.0, 0.0))
 
     @property
     def failed(self) -> bool:

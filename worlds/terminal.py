@@ -25,9 +25,9 @@ from nanorchestra.report.terminal import Console, counted, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json
 from nanorchestra.tools.corpus import open_index
-from nanorchestra.tools.limits import Tool, all_ban_names
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.tool import Tool, all_ban_names
 from nanorchestra.training.trajectories import from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import as_listed, names_of, reached
@@ -52,7 +52,6 @@ SUMS = (
     "nano knows two kinds of sums: three digits times one, such as 417 * 6, and two digits plus or "
     "minus two, such as 47 + 36"
 )
-FAILED_TURNS = 3  # in a row, which end an attempt of a model that knows only the miniature
 STRANGE = (
     "this model knows only the miniature: it cannot use other tools. Leave out --tools and "
     "--index, or give another --model (docs/models.md)"
@@ -270,19 +269,17 @@ class Terminal:
 
     def _why(self, task: Task, t: Trajectory) -> str:
         """Returns why an attempt has no answer, in words."""
-        limits, preference = self.rollout.limits, task.preference
+        settings, preference = self.rollout.settings, task.preference
         if t.status == "token_limit":
             last = t.turns[-1] if t.turns else None
-            if last is None or len(t.ids) - last.context >= limits.context_tokens:
+            if last is None or len(t.ids) - last.context >= settings.context_tokens:
                 return "the context is full; /reset begins anew"
-            return f"a turn was longer than {limits.turn_tokens} tokens"
+            return f"a turn was longer than {settings.turn_tokens} tokens"
         if t.status == "user_limit":
             usd, seconds = preference.usd, preference.seconds
             stated = [f"${usd:g}"] if usd is not None else []
             stated += [f"{seconds:g} s"] if seconds is not None else []
             return f"the limit of {' and '.join(stated)} is reached"
-        if t.status == "failed_turns":
-            return f"{limits.failed_turns} turns in a row failed"
         return "the model wrote nothing" if t.status == "answered" else t.status
 
     def do_prefer(self, text: str) -> None:

@@ -14,16 +14,16 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.loop import Attempt, AttemptLimits, Rollout
-from nanorchestra.agent.rebuild import Notes
+from nanorchestra.agent.context import Prompt
+from nanorchestra.agent.limits import UserLimits
+from nanorchestra.agent.loop import Attempt, Rollout
+from nanorchestra.config import RolloutSection
 from nanorchestra.engine.sequence import Completion, OnToken
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json, bounded_json
-from nanorchestra.tools.limits import UserLimits
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
@@ -58,8 +58,7 @@ class EndpointRollout(Rollout):
         model: str,
         price: Price,
         tokenizer: Any,
-        limits: AttemptLimits,
-        temperature: float,
+        settings: RolloutSection,
         spending: Spending,
     ):
         name, _, url = model.partition("@")
@@ -73,24 +72,22 @@ class EndpointRollout(Rollout):
             return {
                 "model": name,
                 "seed": seed % 2**31,
-                "temperature": temperature,
+                "temperature": settings.temperature,
                 "max_completion_tokens": max_tokens,
             }
 
-        super().__init__(None, tokenizer, params, limits, Price(0.0, 0.0), seconds_per_token=0.0)
+        super().__init__(None, tokenizer, params, settings, Price(0.0, 0.0), seconds_per_token=0.0)
         self.server = Endpoint(url, "OPENAI_API_KEY")
         self.endpoint_price, self.spending = price, spending
 
-    def open(
-        self, attempt: Attempt, start: Environment | Notes, prompt: list[int]
-    ) -> EndpointConversation:
-        """Opens a conversation that begins with the messages of `start`."""
+    def open(self, attempt: Attempt, prompt: Prompt) -> EndpointConversation:
+        """Opens a conversation that begins with the messages of a prompt."""
         return EndpointConversation(
             self,
             attempt.trajectory,
             attempt.user_limits,
-            list(start.messages),
-            start.tools,
+            list(prompt.messages),
+            attempt.env.tools,
             attempt.counted,
         )
 

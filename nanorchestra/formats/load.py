@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from nanorchestra import formats
-from nanorchestra.agent.loop import AttemptLimits, Rollout
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.config import RolloutSection
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError, require
@@ -106,7 +107,7 @@ def _dtype(path, device) -> torch.dtype:
 
 def load_rollout(
     path: Path,
-    limits: AttemptLimits,
+    settings: RolloutSection,
     sampling: Json,
     running: int,
     quantise: str | None = None,
@@ -130,7 +131,7 @@ def load_rollout(
     require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
     if not chats:
         tokenizer.require_markers(path)
-    context = min(limits.context_tokens, model.config.max_position_embeddings)
+    context = min(settings.context_tokens, model.config.max_position_embeddings)
     if not cuda and not engine_options:
         pages_per_attempt = -(-context // PAGE) + 1
         engine_options = {"num_pages": running * pages_per_attempt, "page_size": PAGE}
@@ -150,4 +151,4 @@ def load_rollout(
     def params(seed, budget):
         return SamplingParams(budget, seed=seed, **sampling)
 
-    return Rollout(engine, tokenizer, params, replace(limits, context_tokens=context))
+    return Rollout(engine, tokenizer, params, replace(settings, context_tokens=context))

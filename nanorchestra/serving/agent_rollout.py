@@ -26,12 +26,13 @@ from pydantic import Field
 from starlette.exceptions import HTTPException
 from typing_extensions import TypedDict
 
+from nanorchestra.agent.context import Prompt
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.loop import SEED_STEP, Attempt, OnEvent, Rollout
+from nanorchestra.agent.loop import Attempt, OnEvent, Pump, Rollout
 from nanorchestra.engine.sequence import Completion
 from nanorchestra.errors import require
 from nanorchestra.model import chat
-from nanorchestra.records import ToolCall, ToolResult, Turn
+from nanorchestra.records import ParsedTurn, ToolCall, ToolResult, Turn
 from nanorchestra.schemas import Json
 from nanorchestra.serving.agents import (
     MODEL,
@@ -46,8 +47,10 @@ from nanorchestra.serving.listening import address, application, listen
 from nanorchestra.serving.protocol import ChatRequest, Choice, require_values, usage
 from nanorchestra.tools.replies import REQUESTS
 
+Sampled = tuple[Completion, ParsedTurn]  # a turn
+
 MOST_BYTES = 32 << 20  # of a body
-BREATHS = 16  # turns of the event loop between two steps of the engine, for requests on the way
+ITERATIONS = 16  # of the event loop between two steps of the engine
 
 
 class TaskCall(TypedDict):
@@ -66,7 +69,7 @@ class CallsRequest(Body):
 def played_by(agent: str, rollout: Rollout, timeout_s: float) -> "AgentRollout":
     """Returns a rollout like another one, whose attempts an agent plays. UserError."""
     require(
-        not rollout.rebuild,
+        rollout.settings.context == "append",
         "rollout.context is 'rebuild'; it must be 'append' where an agent writes the prompts",
     )
     settings = {each.name: getattr(rollout, each.name) for each in fields(Rollout)}
@@ -80,13 +83,16 @@ class AgentRollout(Rollout):
     agent: AgentFunction | None = None
     timeout_s: float = 600.0
     attempts: dict[str, "AgentAttempt"] = field(default_factory=dict)  # that run, by their key
-    breaths = BREATHS
 
     def attempt(
         self, index: int, env: Environment, seed: int, on_event: OnEvent | None
     ) -> "AgentAttempt":
         """Returns an attempt that the agent plays."""
         return AgentAttempt(self, index, env, seed, on_event)
+
+    def pump(self) -> Pump:
+        """Returns a pump that leaves requests time on their way."""
+        return Pump(self.engine, self.settings.lockstep, ITERATIONS)
 
     async def _run(self, environments, seeds, on_event):
         async with _listening(self) as self.base_url:
@@ -98,12 +104,10 @@ class AgentAttempt(Attempt):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.notes, self.answers_by_tool = None, False  # the agent decides what stands in a prompt
         self.key = secrets.token_urlsafe(24)
         self.form: Any = None  # the tools and the template's settings of the session's prompt
         self.known: list[Json] = []  # the messages that the session's ids say
         self.goes_on = False  # whether the session can be continued
-        self.prompts = 0  # sessions begun
         self.cut = ""  # the status, once a limit or the infrastructure has ended the attempt
         self.report: Json = {}
         self.settled: Turn | None = None  # the last turn whose own calls were counted
@@ -176,21 +180,19 @@ class AgentAttempt(Attempt):
             self._continue(body)
             t = self.trajectory
             asked = body.max_tokens
-            room = min(self.limits.turn_tokens, self._room(), asked)
+            room = min(self.settings.turn_tokens, self._room(), asked)
             tokens = self.user_limits.writable(room, *self.conversation.prices())
             if tokens <= 0:
                 self._end("token_limit" if room <= 0 else "user_limit", "no token is left")
             self.goes_on = False
-            completion = await self._untimed(self._sample(len(t.turns), tokens))
-            turn, parsed = self._record(completion)
+            completion, parsed = await self._untimed(self._sample(tokens))
             if completion.finish_reason == "error":
-                turn.results = [ToolResult(completion.text, error=True, infrastructure=True)]
                 self._end("infrastructure", completion.text)
-            turn.calls = list(parsed.calls)
+            t.turns[-1].calls = list(parsed.calls)
             t.answer = parsed.content or t.answer
             return self._answer(body, completion)
 
-    async def _untimed(self, sampling: Awaitable[Completion]) -> Completion:
+    async def _untimed(self, sampling: Awaitable[Sampled]) -> Sampled:
         """Awaits the policy. Its seconds are not the agent's: in lockstep others hold it up."""
         clock = asyncio.get_running_loop().time
         left_s = self.time_limit.when() - clock()
@@ -212,8 +214,9 @@ class AgentAttempt(Attempt):
             response_format=({"type": "text"},),
             tool_choice=("auto", "none"),
         )
-        if len(self.trajectory.turns) >= self.limits.turns:
-            self._end("turn_limit", f"{self.limits.turns} turns have been sampled: rollout.turns")
+        turns = self.settings.turns
+        if len(self.trajectory.turns) >= turns:
+            self._end("turn_limit", f"{turns} turns have been sampled: rollout.turns")
 
     def _end(self, status, problem):
         """Ends the attempt by a limit. HTTPException."""
@@ -243,29 +246,21 @@ class AgentAttempt(Attempt):
             ids += chat.encode_after(self.tokenizer, messages[count:])
             self._check_room(len(t.ids) - self.context_start + len(ids), len(ids))
             self.conversation.append(ids, messages[-1]["role"], [])
+            t.append_given(ids)
         else:
             thinks = body.chat_template_kwargs.get("enable_thinking")
             ids = chat.encode(self.tokenizer, messages, body.tools, thinks)
             self._check_room(len(ids), len(ids))
-            self._close()
-            self.context_start = len(t.ids)
-            t.prompt_length = t.prompt_length or len(ids)
-            self.conversation = self.rollout.open(self, self.env, ids)
-            self.prompts += 1
-        self._append_given(ids)
+            self._begin(Prompt(messages, ids))
         self.known, self.form = plain, form
 
     def _check_room(self, length, new):
         """Ends the attempt if a context has no room for a sampled id, or cannot be paid for."""
-        most = self.limits.context_tokens
+        most = self.settings.context_tokens
         if length >= most:
             self._end("token_limit", f"the messages have {length} tokens of {most}")
         if new > self.user_limits.readable():
             self._end("user_limit", "the user's dollars do not pay for reading the messages")
-
-    def _seed(self, number):
-        # Noise is a function of seed and position; prompts of one attempt may have equal lengths.
-        return (self.seed + (self.prompts - 1) * SEED_STEP) % 2**63
 
     def _answer(self, body, completion) -> AsyncIterator[Json]:
         """Returns the answer as one chunk, then the usage."""
@@ -300,7 +295,7 @@ class AgentAttempt(Attempt):
                 raise HTTPException(400, "calls: the policy comes first; or the attempt is over")
             REQUESTS.set(self.requests)  # of this request's own task
             made = [ToolCall(call["name"], call.get("arguments", {})) for call in calls]
-            results = await self.user_limits.execute(made, self.limits.calls_per_turn)
+            results = await self.user_limits.execute(made, self.settings.calls_per_turn)
             turn = t.turns[-1]
             if not turn.results:
                 turn.calls = []

@@ -159,7 +159,7 @@ class Server(uvicorn.Server):
         self.rollout, self.make_environment = rollout, make_environment
         self.needs_tools = needs_tools
         if rollout.engine is None:
-            context = rollout.limits.context_tokens
+            context = rollout.settings.context_tokens
             self.limits = Limits(rollout.tokenizer.vocab_size, context, context)
         else:
             self.limits = rollout.engine.limits

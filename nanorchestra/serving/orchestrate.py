@@ -95,8 +95,8 @@ class ServedAttempt:
         """Has the turns of a rollout sampled by the service, as the body says."""
         sampling = {name: getattr(body, name) for name in SAMPLING}
 
-        def open_conversation(attempt, start, prompt):
-            return OrchestratorConversation(self.service, served.price, prompt)
+        def open_conversation(attempt, prompt):
+            return OrchestratorConversation(self.service, served.price, prompt.ids)
 
         def params(seed, max_tokens):
             return SamplingParams(max_tokens, seed=seed, **sampling)

@@ -38,9 +38,9 @@ from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.entries import Decorated
 from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import in_daemon
+from nanorchestra.tools.tool import Tool
 from nanorchestra.validation import validated
 
 FUNCTION = "function"  # a kind that works for no role

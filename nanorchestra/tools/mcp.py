@@ -35,9 +35,9 @@ from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.failures import failed
 from nanorchestra.tools.http import CONNECT_S, SECRET_CHARS, masked, secret
-from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import abandoned
+from nanorchestra.tools.tool import Tool
 
 START_S = 60.0  # for a server to start and to list its tools; npx and uvx may install it first
 PROBE_S = 5.0  # for a server to list its tools again, after a call that took too long

@@ -24,9 +24,9 @@ from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.failures import failed
 from nanorchestra.tools.http import REQUESTS, EndpointError, count_tokens, post, secret
-from nanorchestra.tools.limits import Allowance, Tool
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.tool import Allowance, Tool
 
 TIMEOUT_S = 600.0  # of a call
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
@@ -396,6 +396,10 @@ class ExpertTool(Tool):
     result_words: int = RESULT_WORDS
     kind, blocking = "expert", True
     parameters = arguments_schema(task="string") | {"required": []}
+
+    def for_attempt(self, evidence: Evidence) -> "ExpertTool":
+        """Returns the tool of an attempt, whose evidence has the problem."""
+        return replace(self, evidence=evidence)
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which it or its model can be banned."""

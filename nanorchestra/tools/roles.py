@@ -8,13 +8,13 @@ has found, cut to the expert's token budgets; the policy chooses the expert alon
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nanorchestra.evidence import Evidence, EvidenceBudget
 from nanorchestra.records import RESULT_WORDS, ToolResult, banned, part
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.failures import failed
-from nanorchestra.tools.limits import Allowance, RefusedError, Tool
 from nanorchestra.tools.models import Expert
+from nanorchestra.tools.tool import Allowance, RefusedError, Tool, observed
 
 CODE = (
     "Do not answer the question. Write Python code, complete in itself, that works out or checks "
@@ -81,6 +81,10 @@ class RoleTool(Tool):
         schema["properties"]["model"]["description"] = "\n".join([" ".join(notes), *rows])
         return schema
 
+    def for_attempt(self, evidence: Evidence) -> "RoleTool":
+        """Returns the role of an attempt, whose evidence its experts read."""
+        return replace(self, evidence=evidence)
+
     def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which it, or the model that is chosen, can be banned."""
         names = {self.name, self.kind}
@@ -139,10 +143,8 @@ class RoleTool(Tool):
         result = ToolResult(f"Error: {reply.alias} wrote no {what}", error=True)
         down = False  # no search has found anything, and one of them could not be asked
         for helper in self.helpers if written[what] else ():
-            try:
-                result = helper.call(written)
-            except Exception as error:  # kept, since the expert is to be billed
-                result = failed(helper.name, error)
+            # Whatever it raises is a result, since the expert is to be billed.
+            result = observed(helper.name, partial(helper.call, written), helper.result_words)
             results.append(result)
             parts.append(part(helper.name, written, result))
             down = down or result.infrastructure

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.limits import Tool
+from nanorchestra.tools.tool import Tool
 
 Reply = TypeVar("Reply")
 Range = tuple[float, float]  # the least and the greatest factor, between which one is drawn

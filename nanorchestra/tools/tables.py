@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.limits import Tool
+from nanorchestra.tools.tool import Tool
 
 
 @dataclass

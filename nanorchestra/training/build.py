@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanorchestra.agent.loop import AttemptLimits, Rollout
+from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
@@ -151,23 +151,11 @@ def build_rollout(config: Config, engine: Engine, price: Price, temperature: flo
 
     price: of the policy's own tokens.
     """
-    rollout = config.rollout
-    limits = AttemptLimits(
-        rollout.turns, rollout.turn_tokens, rollout.context_tokens, rollout.calls_per_turn
-    )
 
     def params(seed, budget):
         return SamplingParams(budget, temperature, seed=seed)
 
-    return Rollout(
-        engine,
-        engine.tokenizer,
-        params,
-        limits,
-        price,
-        lockstep=rollout.lockstep,
-        rebuild=rollout.context == "rebuild",
-    )
+    return Rollout(engine, engine.tokenizer, params, config.rollout, price)
 
 
 def publish(config: Config, trained: Qwen3, engine: Engine, dtype: torch.dtype) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+from nanorchestra.agent.context import context_of
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.rebuild import Notes
 from nanorchestra.agent.world import Lesson, World, demonstrates
-from nanorchestra.config import Config
+from nanorchestra.config import Config, RolloutSection
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
@@ -48,11 +49,7 @@ class Demonstrations:
         return [group for _, group in sorted(everyone, key=lambda pair: pair[0])]
 
     def _trajectory(self, environment, turns) -> Trajectory:
-        rollout = self.config.rollout
-        prompt_tokens = 0
-        if rollout.context == "rebuild":
-            prompt_tokens = rollout.context_tokens - rollout.turn_tokens
-        return demonstration(turns, environment, self.tokenizer, prompt_tokens)
+        return demonstration(turns, environment, self.tokenizer, self.config.rollout)
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of a step."""
@@ -69,33 +66,28 @@ class Demonstrations:
 
 
 def demonstration(
-    lessons: Iterable[Lesson], env: Environment, tokenizer: Tokenizer, prompt_tokens: int = 0
+    lessons: Iterable[Lesson], env: Environment, tokenizer: Tokenizer, settings: RolloutSection
 ) -> Trajectory:
     """Returns a demonstration as the trajectory of a policy that writes the same.
 
-    It is one growing session, or with `prompt_tokens` every turn has a prompt of its own of at most
-    so many ids (agent/rebuild.py). `lessons` may act in `env` as they are iterated over.
+    `settings` say what it reads. `lessons` may act in `env` as they are iterated over.
     """
-    notes = Notes(tokenizer, env, prompt_tokens) if prompt_tokens else None
-    t, context = Trajectory(env.task.id, 0), 0
-    given = chat.encode(tokenizer, (notes or env).messages, env.tools)
+    context, t, start = context_of(settings, tokenizer, env), Trajectory(env.task.id, 0), 0
+    given = context.prompt().ids
     t.prompt_length = len(given)
     for lesson in lessons:
         calls = [lesson.call] if lesson.call else []
-        turn = chat.encode_assistant(tokenizer, lesson.thought, lesson.content, calls)
-        t.ids += given + turn
-        t.sampled += [False] * len(given) + [True] * len(turn)
-        t.turns.append(Turn(len(t.ids) - len(turn), len(t.ids), "stop", context=context))
+        ids = chat.encode_assistant(tokenizer, lesson.thought, lesson.content, calls)
+        t.append_given(given)
+        t.append_sampled(ids, [0.0] * len(ids), [-1] * len(ids))
+        turn = Turn(len(t.ids) - len(ids), len(t.ids), "stop", calls, context=start)
+        t.turns.append(turn)
         if not lesson.result:
             break
-        if notes:
-            if calls:
-                notes.evidence.add(lesson.call, lesson.result)
-            else:
-                notes.hear(lesson.content, lesson.result)
-            context, given = len(t.ids), chat.encode(tokenizer, notes.messages, notes.tools)
-        else:
-            role = "tool" if calls else "user"
-            given = chat.encode_reply(tokenizer, role, [lesson.result.content])
-    t.logprobs = [0.0] * len(t.ids)
+        for call in calls:
+            env.evidence.add(call, lesson.result)
+        observation = context.observe(turn, lesson.content, [lesson.result], math.inf)
+        if prompt := context.prompt():
+            start = len(t.ids)
+        given = (prompt or observation).ids
     return t

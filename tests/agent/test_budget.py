@@ -21,23 +21,23 @@ import pytest
 
 from data_gen import main as data_gen
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import AttemptLimits, Rollout
+from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.policy import EndpointRollout
-from nanorchestra.config import TaskSection
+from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.records import Price, Task, banned
 from nanorchestra.serving.http import Server
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.limits import all_ban_names
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, ServedOrchestrator
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.tool import all_ban_names
 from tools import PythonTool, RecordsTool
 from worlds.load import open_world
 from worlds.toolscale.dataset import load_world
 from worlds.toolscale.environment import Models
 
 ATTEMPTS = int(os.environ.get("BUDGET_ATTEMPTS", 600))
-LIMITS = AttemptLimits(turns=5, turn_tokens=150, context_tokens=2500, calls_per_turn=3)
+SETTINGS = RolloutSection(turns=5, turn_tokens=150, context_tokens=2500, calls_per_turn=3)
 PRICES = {"gpt-5": (1.25, 10.0), "claude": (15.0, 75.0), "Qwen/Qwen3-8B": (0.2, 0.2)}
 POLICY = "babbler"  # of the orchestrators
 PRICED = PRICES | {POLICY: (0.5, 2.0)}
@@ -74,7 +74,7 @@ class Greedy(Endpoint):
 class Babbler:
     """An engine whose sessions write calls, answers and nonsense, to as many ids as are allowed."""
 
-    max_context = LIMITS.context_tokens
+    max_context = SETTINGS.context_tokens
 
     def __init__(self, tokenizer, rng):
         self.tokenizer, self.rng, self.env, self.done = tokenizer, rng, None, []
@@ -211,7 +211,7 @@ def play(nano_tokenizer, tmp_path_factory):
 
         price = Price(*PRICED[model])
         name = f"{model}@http://x/v1"
-        rollout = EndpointRollout(name, price, nano_tokenizer, LIMITS, 1.0, Spending())
+        rollout = EndpointRollout(name, price, nano_tokenizer, SETTINGS, Spending())
         rollout.server = Answering("")
         return rollout
 
@@ -291,7 +291,7 @@ def play(nano_tokenizer, tmp_path_factory):
         env.task = replace(env.task, preference=preference)
         engine = Babbler(nano_tokenizer, rng)
         engine.env = env
-        rollout = Rollout(engine, nano_tokenizer, lambda *p: p, LIMITS, Price(0.2, 0.2))
+        rollout = Rollout(engine, nano_tokenizer, lambda *p: p, SETTINGS, Price(0.2, 0.2))
         if kind == "endpoint":
             rollout = behind_endpoint(engine, "gpt-5")
         (t,) = rollout.run([env], [seed])

@@ -95,12 +95,12 @@ def test_a_result_of_50_megabytes_is_cut_in_its_thread_without_a_list_of_its_wor
             threads.add(threading.current_thread())
             return super().rstrip()
 
-    text = Text("five words of a text " * 2_500_000)
+    text = Text(f"{'w' * 99} " * 500_000)
     env = echoing(EchoTool(blocking=True, result=ToolResult(text)))
     tracemalloc.start()
     content = execute(env, ToolCall("echo", {"text": ""})).content
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     kept, note = content.rsplit("\n", 1)
-    assert text.startswith(kept) and note == "[3,000 of 12,500,000 words]"
+    assert text.startswith(kept) and note == "[160 of 500,000 words]"
     assert most < 200e6 and threading.main_thread() not in threads

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scripted import ANSWER, EchoTool, call, echoing, play
+from scripted import ANSWER, SETTINGS, EchoTool, call, echoing, play
 
-from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolResult
 
@@ -21,11 +20,11 @@ class Priced(EchoTool):
         return 0.25
 
 
-def limited(tokenizer, script, tool=None, limits=None, **wish):
+def limited(tokenizer, script, tool=None, settings=SETTINGS, **wish):
     env = echoing(tool or Priced())
     task = replace(env.task, preference=Preference(**wish))
     env = type(env)(task, list(env.by_name.values()), lambda answer: float(answer == "42"))
-    (t,), engine = play(tokenizer, script, envs=[env], limits=limits or AttemptLimits())
+    (t,), engine = play(tokenizer, script, envs=[env], settings=settings)
     contents = [result.content for turn in t.turns for result in turn.results]
     return t, contents, engine, env.messages[0]["content"]
 
@@ -45,7 +44,7 @@ def test_a_forbidden_tool_is_not_called_and_a_refused_call_earns_no_weight(nano_
         t, contents, _, _ = limited(nano_tokenizer, [refused, ANSWER])
         assert says in contents[0] and t.calls == {}
     t, contents, _, _ = limited(
-        nano_tokenizer, [TWO, ANSWER], limits=AttemptLimits(calls_per_turn=1)
+        nano_tokenizer, [TWO, ANSWER], settings=replace(SETTINGS, calls_per_turn=1)
     )
     assert "calls in one turn: at most 1" in contents[1] and t.calls == {"echo": 1}
 

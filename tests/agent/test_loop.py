@@ -7,9 +7,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from scripted import ANSWER, EchoTool, ScriptedEngine, call, echoing, play
+from scripted import ANSWER, SETTINGS, EchoTool, ScriptedEngine, call, echoing, play
 
-from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.engine.sequence import Completion
 from nanorchestra.model import chat
 from nanorchestra.records import ToolResult
@@ -50,25 +49,25 @@ def test_calls_of_a_turn_run_side_by_side_and_are_all_billed(nano_tokenizer):
     assert [result.content for result in t.turns[0].results] == ["a", "b"]
     assert t.calls == {"echo": 2} and t.cost_usd > 0.5
     assert t.latency_s == pytest.approx(2.0 + 0.01 * sum(t.sampled))  # two prices, one wait
-    (t,), _ = run(nano_tokenizer, [TWO, ANSWER], limits=AttemptLimits(calls_per_turn=1))
+    (t,), _ = run(nano_tokenizer, [TWO, ANSWER], settings=replace(SETTINGS, calls_per_turn=1))
     assert "calls in one turn: at most 1" in t.turns[0].results[1].content and t.cost_usd < 0.3
 
 
-@pytest.mark.parametrize("rebuild", [False, True])
-def test_limits_and_failures_end_an_attempt(nano_tokenizer, rebuild):
+@pytest.mark.parametrize("context", ["append", "rebuild"])
+def test_limits_and_failures_end_an_attempt(nano_tokenizer, context):
+    settings = replace(SETTINGS, context=context)
     down = EchoTool(result=ToolResult("Error: down", error=True, infrastructure=True))
-    ((t,), _) = run(nano_tokenizer, [ANSWER], rebuild=rebuild)
-    full = AttemptLimits(context_tokens=t.prompt_length)
-    for script, settings, status, turns in (
-        ([call()] * 9, {"limits": AttemptLimits(turns=3)}, "turn_limit", 3),
-        ([ANSWER], {"limits": full}, "token_limit", 0),
-        ([ANSWER], {"finish": "length"}, "token_limit", 1),
-        ([call(), ANSWER], {"tool": down}, "infrastructure", 1),
+    ((t,), _) = run(nano_tokenizer, [ANSWER], settings=settings)
+    for script, changes, more, status, turns in (
+        ([call()] * 9, {"turns": 3}, {}, "turn_limit", 3),
+        ([ANSWER], {"context_tokens": t.prompt_length}, {}, "token_limit", 0),
+        ([ANSWER], {}, {"finish": "length"}, "token_limit", 1),
+        ([call(), ANSWER], {}, {"tool": down}, "infrastructure", 1),
     ):
-        (t,), engine = run(nano_tokenizer, script, rebuild=rebuild, **settings)
+        (t,), engine = run(nano_tokenizer, script, settings=replace(settings, **changes), **more)
         assert (t.status, len(t.turns), t.outcome, t.well_formed) == (status, turns, 0.0, False)
         assert all(session.closed for session in engine.sessions)
-        assert len(engine.sessions) == (max(turns, 1) if rebuild else 1)
+        assert len(engine.sessions) == (max(turns, 1) if context == "rebuild" else 1)
 
 
 def test_lockstep_keeps_the_order_of_the_attempts_and_without_it_others_go_on(nano_tokenizer):
@@ -84,7 +83,8 @@ def test_lockstep_keeps_the_order_of_the_attempts_and_without_it_others_go_on(na
     scripts = [[call("slow"), ANSWER], [call(), call("last"), ANSWER]]
     for lockstep, order in ((True, [0, 1, 0, 1, 1]), (False, [0, 1, 1, 1, 0])):
         tool, last = First(blocking=True), threading.Event()
-        trajectories, engine = run(nano_tokenizer, *scripts, tool=tool, lockstep=lockstep)
+        settings = replace(SETTINGS, lockstep=lockstep)
+        trajectories, engine = run(nano_tokenizer, *scripts, tool=tool, settings=settings)
         assert [seed for seed, _ in engine.params] == order
         assert all(t.outcome == 1.0 for t in trajectories)
 
@@ -125,10 +125,11 @@ def test_an_attempt_goes_on_from_known_ids_and_is_billed_when_it_is_stopped(nano
 
 def test_turns_with_equal_prompts_are_drawn_apart(nano_tokenizer):
     """With one seed for all turns, a search that brings nothing new would be repeated for ever."""
-    for rebuild in (True, False):
-        _, engine = run(nano_tokenizer, [call()] * 3 + [ANSWER], rebuild=rebuild)
+    for context, count in (("rebuild", 4), ("append", 1)):
+        settings = replace(SETTINGS, context=context)
+        _, engine = run(nano_tokenizer, [call()] * 3 + [ANSWER], settings=settings)
         seeds = [seed for seed, _ in engine.params]
-        assert len(seeds) == 4 and seeds[0] == 0 and len(set(seeds)) == (4 if rebuild else 1)
+        assert len(seeds) == 4 and seeds[0] == 0 and len(set(seeds)) == count
 
 
 def test_results_that_are_too_long_for_the_context_are_shortened(nano_tokenizer):
@@ -140,8 +141,8 @@ def test_results_that_are_too_long_for_the_context_are_shortened(nano_tokenizer)
         def call(self, arguments):
             return ToolResult(long if arguments["text"] == "a" else "short one")
 
-    limits = AttemptLimits(context_tokens=900, turn_tokens=200)
-    (t,), engine = play(nano_tokenizer, [two, ANSWER], envs=[echoing(Long())], limits=limits)
+    settings = replace(SETTINGS, context_tokens=900, turn_tokens=200)
+    (t,), engine = play(nano_tokenizer, [two, ANSWER], envs=[echoing(Long())], settings=settings)
     first, second = (result.content for result in t.turns[0].results)
     assert t.status == "answered" and t.outcome == 1 and second == "short one"
     kept, note = first.rsplit("\n", 1)
@@ -156,7 +157,10 @@ def test_results_are_shortened_to_what_the_user_pays_for_reading(nano_tokenizer)
     task = replace(env.task, preference=replace(env.task.preference, usd=0.0016))
     env = type(env)(task, list(env.by_name.values()), lambda answer: float(answer == "42"))
     (t,), _ = play(
-        nano_tokenizer, [call(), ANSWER], envs=[env], limits=AttemptLimits(context_tokens=9000)
+        nano_tokenizer,
+        [call(), ANSWER],
+        envs=[env],
+        settings=replace(SETTINGS, context_tokens=9000),
     )
     assert " of 2,000 words]" in t.turns[0].results[0].content
     assert t.status == "answered" and 0.0008 < t.cost_usd <= 0.0016  # $1 per million read

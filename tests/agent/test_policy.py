@@ -13,10 +13,10 @@ from functools import partial
 import pytest
 from miniature_tasks import environment, tasks_of
 from openai_server import openai_server, said
-from scripted import ANSWER, LIMITS, echoing, play
+from scripted import ANSWER, SETTINGS, echoing, play
 
 from nanorchestra.agent import policy
-from nanorchestra.agent.loop import Attempt, AttemptLimits
+from nanorchestra.agent.loop import Attempt
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools import http
@@ -41,11 +41,11 @@ def script(*replies):
     return lambda body: replies[sum(m["role"] == "assistant" for m in body["messages"])]
 
 
-def run(server, tokenizer, *envs, limits=LIMITS, rebuild=False):
+def run(server, tokenizer, *envs, **changes):
     envs = envs or [echoing()]
     price, model = Price(3.0, 5.0), f"big@{server.url}"
-    rollout = policy.EndpointRollout(model, price, tokenizer, limits, 1.0, Spending())
-    rollout.rebuild = rebuild
+    settings = replace(SETTINGS, **changes)
+    rollout = policy.EndpointRollout(model, price, tokenizer, settings, Spending())
     return rollout.run(envs, list(range(len(envs))))
 
 
@@ -69,7 +69,7 @@ def test_a_recorded_attempt_is_the_conversation_that_the_endpoint_had(
 
     server.answer = solve
     envs = [environment(task, 0, sandbox) for task in tasks]
-    trajectories = run(server, nano_tokenizer, *envs, limits=AttemptLimits(context_tokens=9999))
+    trajectories = run(server, nano_tokenizer, *envs, context_tokens=9999)
     rendered = set()
     for body in server.bodies:
         last = solve(body)["choices"][0]["message"]
@@ -124,7 +124,7 @@ def test_a_turn_is_what_our_policy_would_have_said(server, nano_tokenizer, reply
 
 def test_limits_are_those_of_our_policy(server, nano_tokenizer):
     server.answer = lambda body: said("word " * 99)
-    (t,) = run(server, nano_tokenizer, limits=AttemptLimits(turn_tokens=20))
+    (t,) = run(server, nano_tokenizer, turn_tokens=20)
     assert (t.status, sum(t.sampled)) == ("token_limit", 20)
     assert t.turns[0].finish_reason == "length"
     assert server.bodies[-1]["max_completion_tokens"] == 20
@@ -185,7 +185,7 @@ def test_a_request_that_is_not_waited_for_is_settled(server, nano_tokenizer):
     server.answer = answer
     spending = Spending(most=1.0)
     rollout = policy.EndpointRollout(
-        f"big@{server.url}", Price(3.0, 5.0), nano_tokenizer, LIMITS, 1.0, spending
+        f"big@{server.url}", Price(3.0, 5.0), nano_tokenizer, SETTINGS, spending
     )
 
     async def leave():
@@ -208,9 +208,7 @@ def test_arguments_without_measure_are_an_error_that_the_endpoint_reads(server, 
     for deep in ("[" * 900 + "]" * 900, "[" * 10**5, "1" + "0" * 5000):
         arguments = '{"text": ' + deep + "}"
         server.answer = script(said(None, [("echo", arguments)]), said("42"))
-        (t,) = run(
-            server, nano_tokenizer, limits=AttemptLimits(turn_tokens=10**6, context_tokens=10**7)
-        )
+        (t,) = run(server, nano_tokenizer, turn_tokens=10**6, context_tokens=10**7)
         assert t.answer == "42" and t.turns[0].results[0].error
         json.dumps(to_row(echoing().task, t))
 
@@ -250,7 +248,7 @@ def test_with_rebuilt_context_every_turn_is_a_request_of_its_own(server, nano_to
         return said("42", usage=(200, 20)) if seen else said(None, [HI], usage=(100, 10))
 
     server.answer = answer
-    (t,) = run(server, nano_tokenizer, rebuild=True)
+    (t,) = run(server, nano_tokenizer, context="rebuild")
     assert (t.status, t.outcome, len(t.turns)) == ("answered", 1, 2)
     # The cost is what the server counts.
     assert t.cost_usd == pytest.approx(0.25 + (300 * 3 + 30 * 5) / 1e6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanorchestra.agent.loop import AttemptLimits
+from nanorchestra.config import RolloutSection
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.formats.load import load_rollout
@@ -58,7 +58,7 @@ def test_a_cpu_keeps_a_checkpoint_in_bfloat16_if_it_multiplies_that(tmp_path):
     path = tmp_path / "model"
     model, tokenizer = load_checkpoint(NANO)
     save_checkpoint(model, tokenizer, path, dtype=torch.bfloat16)
-    engines = [load_rollout(place, AttemptLimits(), {}, 1).engine for place in (path, NANO)]
+    engines = [load_rollout(place, RolloutSection(), {}, 1).engine for place in (path, NANO)]
     dtypes = [engine.model.embed_tokens.weight.dtype for engine in engines]
     assert dtypes == [torch.bfloat16 if library(torch.bfloat16) else torch.float32, torch.float32]
     text = tokenizer.encode("law case 372 is hard: what is its code?")

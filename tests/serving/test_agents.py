@@ -16,7 +16,7 @@ import pytest
 from openai_server import openai_server, said
 
 import train
-from nanorchestra.agent.loop import AttemptLimits
+from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
 from nanorchestra.formats.load import load_rollout
 from nanorchestra.model.checkpoint import NANO
@@ -34,7 +34,12 @@ CLIENT = openai.OpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=
 
 @pytest.fixture(scope="module")
 def ours():
-    return load_rollout(NANO, AttemptLimits(turns=10), {"temperature": 1.0}, COUNT)
+    return load_rollout(
+        NANO,
+        RolloutSection(turns=10, turn_tokens=512, context_tokens=2048),
+        {"temperature": 1.0},
+        COUNT,
+    )
 
 
 @pytest.fixture

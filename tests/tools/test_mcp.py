@@ -17,10 +17,10 @@ from scripted import ANSWER, call, echoing, play
 
 from nanorchestra.errors import UserError
 from nanorchestra.tools import mcp as served
-from nanorchestra.tools.limits import Allowance, RefusedError, within
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import in_thread
+from nanorchestra.tools.tool import Allowance, RefusedError
 from tools import load_tools
 
 SERVER = """
@@ -116,9 +116,9 @@ def test_a_server_is_offered_with_schemas_and_prices_and_its_secrets_are_its_own
     result = echo.call({"text": "bad"})
     assert result.error and not result.infrastructure and result.cost_usd == 0.25
     with pytest.raises(RefusedError, match="forbids s"):
-        within(echo, {"text": ""}, Allowance(never=["s"]))
+        echo.within({"text": ""}, Allowance(never=["s"]))
     with pytest.raises(RefusedError, match=r"up to \$0.25, \$0.1 left"):
-        within(echo, {"text": ""}, Allowance(usd=0.1))
+        echo.within({"text": ""}, Allowance(usd=0.1))
     *_, chosen = load(only=["other"])
     assert (chosen.name, chosen.prices["call"]) == ("s_other", 0.0)
 

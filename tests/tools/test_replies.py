@@ -19,10 +19,10 @@ from openai_server import openai_server, said
 from scripted import ANSWER, call, echoing, play
 
 from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.agent.limits import UserLimits
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, Price, Task, ToolCall, Trajectory
 from nanorchestra.tools import replies as replies_module
-from nanorchestra.tools.limits import UserLimits
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.replies import ReplyStore, RequestCounts, in_attempt, store_of
 from nanorchestra.tools.search import WebSearch
@@ -131,7 +131,7 @@ def test_equal_calls_of_one_turn_have_replies_of_their_own_whatever_comes_first(
     def turn(money, calls=4):
         tool = ExpertTool("expert", "d", {"expert": expert(server, money)})
         env = echoing(tool)
-        limits = UserLimits(env.task.preference, env.prepare, Trajectory("t", 5), Price(0, 0))
+        limits = UserLimits(env, Trajectory("t", 5), Price(0, 0))
 
         async def attempt():
             with in_attempt(5):

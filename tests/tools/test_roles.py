@@ -8,10 +8,10 @@ import pytest
 
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.tools.limits import Tool
 from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.roles import RoleTool, final_answer
 from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.tool import Tool
 
 
 class Scripted(Expert):

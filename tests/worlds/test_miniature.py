@@ -10,6 +10,7 @@ import pytest
 import torch
 from miniature_tasks import environment, tasks_of
 
+from nanorchestra.config import RolloutSection
 from nanorchestra.records import Preference, Task
 from nanorchestra.training.warm_start import demonstration
 from worlds.miniature.offers import describe
@@ -161,7 +162,7 @@ def test_first_lessons_offer_few_tools_and_keep_the_one_that_fits(sandbox):
 def test_demonstrations_mask_what_tools_said(nano_tokenizer, sandbox):
     for task in tasks_of("train", 20):
         env = environment(task, 0, sandbox)
-        t = demonstration(teach(env, 0), env, nano_tokenizer)
+        t = demonstration(teach(env, 0), env, nano_tokenizer, RolloutSection())
         ids, sampled = (part[t.prompt_length :] for part in (t.ids, t.sampled))
         written = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if own])
         given = nano_tokenizer.decode([i for i, own in zip(ids, sampled, strict=True) if not own])

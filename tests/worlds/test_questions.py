@@ -19,15 +19,14 @@ from run_rows import TIMINGS
 from scripted import call, execute
 
 import train
-from nanorchestra.agent.loop import AttemptLimits
 from nanorchestra.agent.world import demonstrates
-from nanorchestra.config import TaskSection
+from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
 from nanorchestra.formats.load import load_rollout
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Preference, Price, ToolCall
-from nanorchestra.tools.limits import Allowance
+from nanorchestra.tools.tool import Allowance
 from nanorchestra.training import build
 from worlds.load import open_world
 from worlds.questions import load_rows
@@ -347,7 +346,7 @@ def test_grpo_on_recorded_replies_is_the_run_that_was_recorded(
 ):
     """Replies, seconds and failures are drawn at random, so that no two recordings are equal."""
     monkeypatch.setattr("nanorchestra.tools.http.random.uniform", lambda *_: 0.0)
-    hold_to_calls_of_roles(monkeypatch, load_rollout(NANO, AttemptLimits(), {}, 1).tokenizer)
+    hold_to_calls_of_roles(monkeypatch, load_rollout(NANO, RolloutSection(), {}, 1).tokenizer)
     judged = itertools.count()
 
     def answer(body):

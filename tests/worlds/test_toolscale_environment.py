@@ -10,7 +10,8 @@ import pytest
 from scripted import ScriptedEngine, execute
 
 from data_gen import main
-from nanorchestra.agent.loop import AttemptLimits, Rollout
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import ToolCall
 from worlds import preferences
@@ -102,7 +103,7 @@ def test_the_agent_loop_plays_a_world_with_a_user(world, nano_tokenizer):
         script.append(f"{thought}{turn}{end}")
     engine, limits = (
         ScriptedEngine(nano_tokenizer, [script]),
-        AttemptLimits(40, context_tokens=10**6),
+        RolloutSection(turns=40, turn_tokens=512, context_tokens=10**6),
     )
     (t,) = Rollout(engine, nano_tokenizer, lambda seed, budget: None, limits).run([env], [0])
     assert (t.status, t.outcome, t.answer) == ("answered", 1.0, lesson.content)

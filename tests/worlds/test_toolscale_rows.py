@@ -12,12 +12,12 @@ import pytest
 from openai_server import openai_server, said
 from scripted import ScriptedEngine, execute
 
-from nanorchestra.agent.loop import AttemptLimits, Rollout
-from nanorchestra.config import TaskSection
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolCall
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.limits import Allowance
+from nanorchestra.tools.tool import Allowance, RefusedError
 from worlds.load import open_world
 from worlds.toolscale.dataset import load_world
 
@@ -125,8 +125,9 @@ def play(env, tokenizer, golden=True):
     calls = [{"name": n, "arguments": a} for n, a in env.scorer.golden] if golden else []
     script = [f"<tool_call>\n{json.dumps(made)}\n</tool_call><|im_end|>" for made in calls]
     script += [f"{last_word(env)}<|im_end|>"] * 9
-    engine, limits = ScriptedEngine(tokenizer, [script]), AttemptLimits(40, context_tokens=10**6)
-    (t,) = Rollout(engine, tokenizer, lambda seed, budget: None, limits).run([env], [0])
+    engine = ScriptedEngine(tokenizer, [script])
+    settings = RolloutSection(turns=40, turn_tokens=512, context_tokens=10**6)
+    (t,) = Rollout(engine, tokenizer, lambda seed, budget: None, settings).run([env], [0])
     assert not any(result.error for turn in t.turns for result in turn.results)
     return t.outcome
 
@@ -287,9 +288,8 @@ def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue
     asked = len(server.bodies)
     for ban in ("expert-1", "m", "Call expert", "expert", "proprietary"):
         allowance = Allowance(never=[ban])
-        prepared = env.prepare(ToolCall("call_expert", {"expert": "expert-1"}), allowance)
-        result = asyncio.run(prepared.run())
-        assert result.refused and result.content == f"Error: the user forbids {ban}"
+        with pytest.raises(RefusedError, match=f"the user forbids {ban}$"):
+            env.prepare(ToolCall("call_expert", {"expert": "expert-1"}), allowance)
     assert len(server.bodies) == asked
 
 

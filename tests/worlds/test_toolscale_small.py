@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from nanorchestra.config import TaskSection
+from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.training.warm_start import demonstration
 from worlds.load import open_world
@@ -50,7 +50,7 @@ def test_prompts_and_golden_conversations_fit_a_small_context_and_score(
     for task in tasks:
         env = world.environment(task, 0)
         assert env.score("") == 0, "nothing done is never right"
-        shown = demonstration(teach(env), env, nano_tokenizer)
+        shown = demonstration(teach(env), env, nano_tokenizer, RolloutSection())
         assert env.score("") == 1 and env.over
         assert shown.prompt_length <= 900 and len(shown.ids) <= 1408
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanorchestra.agent.limits import SECONDS_PER_TOKEN
 from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, read_json_lines
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall
-from nanorchestra.tools.limits import SECONDS_PER_TOKEN
 from nanorchestra.validation import validated
 from reward import POLICY, PRICES
 from worlds import preferences

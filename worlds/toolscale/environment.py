@@ -9,17 +9,17 @@ from typing import Any
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.limits import (
+from nanorchestra.tools.models import Expert
+from nanorchestra.tools.simulated import Simulation
+from nanorchestra.tools.threads import in_thread
+from nanorchestra.tools.tool import (
     Allowance,
     PreparedCall,
     RefusedError,
     Tool,
+    observed,
     refused,
-    refused_call,
 )
-from nanorchestra.tools.models import Expert
-from nanorchestra.tools.simulated import Simulation
-from nanorchestra.tools.threads import in_thread
 from worlds.toolscale.domain import USER, Domain
 from worlds.toolscale.expert import next_turn, wrong_turn
 from worlds.toolscale.model_user import ModelUser, parsed
@@ -112,13 +112,13 @@ class DomainEnvironment:
         ]
 
     def prepare(self, call: ToolCall, allowance: Allowance) -> PreparedCall:
-        """Returns a call as it may be made: the tools of a domain are free, experts charge."""
-        try:
-            if call.error is None and call.name == EXPERT and self.experts:
-                return self._prepare_expert(call.arguments.get("expert"), allowance)
-            allowance.check_names({call.name})
-        except RefusedError as error:
-            return refused_call(str(error))
+        """Returns a call as it may be made: the tools of a domain are free, experts charge.
+
+        Raises RefusedError, no other.
+        """
+        if call.error is None and call.name == EXPERT and self.experts:
+            return self._prepare_expert(call.arguments.get("expert"), allowance)
+        allowance.check_names({call.name})
         return PreparedCall(partial(self._do, call))
 
     def _prepare_expert(self, alias, allowance) -> PreparedCall:
@@ -211,7 +211,7 @@ class DomainEnvironment:
         if asked is None:
             turn, result = self._simulated(expert)
         else:
-            result = await in_thread(asked.ask, self._turn(), alias)
+            result = await in_thread(observed, alias, partial(asked.ask, self._turn(), alias))
             turn = parsed("" if result.error else result.content)
         if result.error:
             text = result.content

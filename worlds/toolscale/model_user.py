@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from nanorchestra.model.parser import StreamParser
 from nanorchestra.records import ParsedTurn, ToolCall, ToolResult
 from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.limits import Tool
+from nanorchestra.tools.tool import Tool
 from worlds.toolscale.program import Json
 from worlds.toolscale.user import PATIENCE, STOP, TEXTS, TRANSFER, wishes
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanorchestra.agent.environment import function_schema
 from nanorchestra.errors import UserError
 from nanorchestra.files import merge, read_json, read_text
 from nanorchestra.tools.functions import tool
@@ -95,7 +94,7 @@ def load_domain(directory: Path, called: Collection[str] = ()) -> Domain:
             environment = SimpleNamespace(tools=toolkit, user_tools=None, sync_tools=lambda: None)
             methods = inspect.getmembers(toolkit, inspect.ismethod)
             made = [tool(m) for name, m in methods if m.__doc__ and name[0] != "_"]
-            functions = [function_schema(each)["function"] for each in made]
+            functions = [each.schema["function"] for each in made]
         else:
             name = f"tau2.domains.{directory.name}.environment"
             environment = importlib.import_module(name).get_environment()

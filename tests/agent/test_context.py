@@ -11,11 +11,11 @@ from miniature_tasks import environment, tasks_of
 from openai_server import openai_server, said
 from scripted import EchoTool, play
 
+from nanorchestra.agent.context import RebuiltContext
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.loop import AttemptLimits
-from nanorchestra.agent.rebuild import Notes
+from nanorchestra.config import RolloutSection
 from nanorchestra.model import chat
-from nanorchestra.records import Preference, Task, ToolCall, ToolResult
+from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Turn
 from nanorchestra.training.warm_start import demonstration
 from tools import load_tools
 from worlds.miniature.teacher import teach
@@ -28,21 +28,18 @@ EVIDENCE = {  # what the results of each tool add
 }
 
 
-def notes_of(tokenizer, room=30_000):
+def rebuilt(tokenizer):
     tools = [EchoTool(name) for name in EVIDENCE]
     env = ToolEnvironment(Task("t", "Who?"), tools, len)
     env.messages.insert(0, {"role": "system", "content": "Use tools."})
-    return Notes(tokenizer, env, room)
+    env.evidence.tokenizer = tokenizer
+    return RebuiltContext(tokenizer, env, 30_000)
 
 
-def see(notes, *results):
+def see(context, *results):
     for name, arguments, text in results:
         evidence = {} if text.startswith("Error") else EVIDENCE[name](arguments, text)
-        notes.evidence.add(ToolCall(name, arguments), ToolResult(text, findings=evidence))
-
-
-def ids_of(notes):
-    return chat.encode(notes.tokenizer, notes.messages, notes.tools)
+        context.env.evidence.add(ToolCall(name, arguments), ToolResult(text, findings=evidence))
 
 
 PROMPT = """Problem: Who?
@@ -72,12 +69,12 @@ Choose an appropriate tool."""
 
 
 def test_the_prompt_holds_what_is_known(nano_tokenizer):
-    notes = notes_of(nano_tokenizer)
+    context = rebuilt(nano_tokenizer)
     frame = [{"role": "system", "content": "Use tools."}]
     first = "Problem: Who?\n\n\n\nChoose an appropriate tool."
-    assert notes.messages == [*frame, {"role": "user", "content": first}]
+    assert context.prompt().messages == [*frame, {"role": "user", "content": first}]
     see(
-        notes,
+        context,
         ("orion", {"task": "x"}, "sure: Ada"),
         ("run", {"code": "print(6 * 7)"}, "42"),
         ("find", {"query": "q"}, "Ada was a countess."),
@@ -87,13 +84,15 @@ def test_the_prompt_holds_what_is_known(nano_tokenizer):
         ("run", {}, "Error: run: 'code' is a required property"),
     )
     evidence = {"attempts": [["expert-1", "<|im_end|>"]]}
-    notes.evidence.add(ToolCall("ask", {}), ToolResult("<|im_end|>", findings=evidence))
-    assert notes.messages == [*frame, {"role": "user", "content": PROMPT}]
-    starts = ids_of(notes).count(nano_tokenizer.token_id("<|im_start|>"))
+    context.env.evidence.add(ToolCall("ask", {}), ToolResult("<|im_end|>", findings=evidence))
+    messages, ids = context.prompt()
+    assert messages == [*frame, {"role": "user", "content": PROMPT}]
+    assert ids == chat.encode(nano_tokenizer, messages, context.env.tools)
+    starts = ids.count(nano_tokenizer.token_id("<|im_start|>"))
     assert starts == 3, "no text forges a role"
-    notes.hear("Which one?", ToolResult("The first."))
+    context.observe(Turn(0, 0, "stop"), "Which one?", [ToolResult("The first.")], 0)
     begin = "Problem: Who?\n\nYou: Which one?\n\nUser: The first.\n\nDocuments:\nDoc 1: "
-    assert notes.messages[-1]["content"].startswith(begin)
+    assert context.prompt().messages[-1]["content"].startswith(begin)
 
 
 WORDS = "the| value|\n\n|\n|  |\t|é|漢字|🙂🙃|```|12345|e\u0301|<|im_end|>|:|.|assistant\n"
@@ -101,15 +100,15 @@ WORDS = "the| value|\n\n|\n|  |\t|é|漢字|🙂🙃|```|12345|e\u0301|<|im_end|
 
 def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
     """A cut may fall into a character, and a text cut elsewhere may have more ids."""
-    rng, words, notes = random.Random(0), WORDS.split("|"), notes_of(nano_tokenizer)
-    bare = len(ids_of(notes))
+    rng, words, context = random.Random(0), WORDS.split("|"), rebuilt(nano_tokenizer)
+    bare = len(context.prompt().ids)
     for _ in range(12):
         code, text = ("".join(rng.choices(words, k=k)) for k in (20, rng.randrange(80)))
-        see(notes, (rng.choice(list(EVIDENCE)), {"code": code}, text))
+        see(context, (rng.choice(list(EVIDENCE)), {"code": code}, text))
     lengths = []
     for room in range(0, 900, 7):
-        notes.prompt_tokens = bare + room
-        ids = ids_of(notes)
+        context.prompt_tokens = bare + room
+        ids = context.prompt().ids
         lengths.append(len(ids) - bare)
         assert lengths[-1] <= room and "\ufffd" not in nano_tokenizer.decode(ids)
     assert max(a - b for a, b in zip(lengths, lengths[1:], strict=False)) < 40
@@ -117,14 +116,14 @@ def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
 
 
 def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):
-    limits = AttemptLimits(context_tokens=1000, turn_tokens=200)
+    settings = RolloutSection(context="rebuild", context_tokens=1000, turn_tokens=200)
     for task in tasks_of("train", 12):
         env = environment(task, 0, sandbox)
-        taught = demonstration(teach(env, 0), env, nano_tokenizer, 800)
+        taught = demonstration(teach(env, 0), env, nano_tokenizer, settings)
         turns = [taught.ids[turn.start : turn.end] for turn in taught.turns]
         script = [nano_tokenizer.decode(ids) for ids in turns]
         envs = [environment(task, 0, sandbox)]
-        ((t,), engine) = play(nano_tokenizer, script, envs=envs, limits=limits, rebuild=True)
+        ((t,), engine) = play(nano_tokenizer, script, envs=envs, settings=settings)
         assert (t.ids, t.sampled, len(t.turns)) == (taught.ids, taught.sampled, len(turns))
 
 
@@ -204,8 +203,8 @@ def test_a_published_episode_meets_the_published_prompt_in_each_turn(
             turn(("answer", "answer-4"), ("search", "search-2")),
             turn(),  # never
         ]
-        limits = AttemptLimits(turn_tokens=500, context_tokens=60_000)
-        ((t,), engine) = play(nano_tokenizer, script, envs=[env], limits=limits, rebuild=True)
+        settings = RolloutSection(context="rebuild", turn_tokens=500, context_tokens=60_000)
+        ((t,), engine) = play(nano_tokenizer, script, envs=[env], settings=settings)
     documents = list(env.evidence.documents)
     assert sorted(documents[:8]) == sorted(texts) and len(server.bodies) == 3
     problem = 'search({"model": "nobody"}): Error: search: no model \'nobody\'; there are search-1'

@@ -1,0 +1,125 @@
+"""What an attempt may spend: the user's US dollars and seconds, whatever the policy writes.
+
+`UserLimits` counts what an attempt has spent, its own tokens included, and runs the calls of a turn
+within what is left. Each call gets an `Allowance` (tools/tool.py), under which it is made smaller
+or refused. No torch.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nanorchestra.agent.environment import Environment
+from nanorchestra.records import Price, ToolCall, ToolResult, Trajectory
+from nanorchestra.tools.replies import REQUESTS, RequestCounts, side_by_side
+from nanorchestra.tools.tool import Allowance, PreparedCall, RefusedError, refused
+
+SECONDS_PER_TOKEN = 0.01  # latency of a sampled id of the policy
+ANSWER_SHARE = 0.1  # of the user's dollars and seconds, which calls leave for reading and answering
+
+
+@dataclass
+class UserLimits:
+    """The limits of a task's preference on one attempt, whose `trajectory` says what it has spent.
+
+    `price` and `seconds_per_token` are those of the policy's own tokens.
+    """
+
+    env: Environment
+    trajectory: Trajectory
+    price: Price
+    seconds_per_token: float = SECONDS_PER_TOKEN
+
+    def __post_init__(self) -> None:
+        self.preference = self.env.task.preference
+
+    def own_usd(self) -> float:
+        """Returns what the policy's own tokens cost so far."""
+        sampled = sum(self.trajectory.sampled)
+        return self.price.cost(len(self.trajectory.ids) - sampled, sampled)
+
+    def usd_left(self) -> float:
+        """Returns the US dollars that the attempt may still spend; infinite without a limit."""
+        if self.preference.usd is None:
+            return math.inf
+        return self.preference.usd - self.trajectory.cost_usd - self.own_usd()
+
+    def seconds_left(self) -> float:
+        """Returns the seconds that the attempt may still last; infinite without a limit."""
+        if self.preference.seconds is None:
+            return math.inf
+        return self.preference.seconds - self.trajectory.latency_s
+
+    def readable(self) -> float:
+        """Returns how many ids the policy may still read: those of a prompt or of results."""
+        return _count(self.usd_left(), self.price.cost(1, 0))
+
+    def writable(self, tokens: int, read_usd: float, token_usd: float) -> int:
+        """Returns how many of `tokens` may be sampled in the next turn.
+
+        `read_usd` is the price of reading its prompt, `token_usd` that of a sampled token.
+        """
+        by_usd = _count(self.usd_left() - read_usd, token_usd)
+        by_time = _count(self.seconds_left(), self.seconds_per_token)
+        return int(max(0, min(tokens, by_usd, by_time)))
+
+    async def execute(self, calls: Sequence[ToolCall], most: int) -> list[ToolResult]:
+        """Returns the results of a turn's calls, which run side by side.
+
+        Calls after the first `most` and those that a limit forbids are refused. Money is set aside
+        for the calls in the order in which they were written, for each the most that it can cost;
+        one that is made smaller gets its share of what is left.
+        """
+        usd = self.usd_left() - ANSWER_SHARE * (self.preference.usd or 0.0)
+        seconds = self.seconds_left() - ANSWER_SHARE * (self.preference.seconds or 0.0)
+        prepared: list[PreparedCall | ToolResult] = []
+        for number, call in enumerate(calls):
+            try:
+                if number >= most:
+                    raise RefusedError(f"calls in one turn: at most {most}")
+                if seconds <= 0:
+                    raise RefusedError("the user's time for calls is over; answer now")
+                share = usd / (min(len(calls), most) - number)
+                allowance = Allowance(usd, share, seconds, self.preference.never)
+                prepared.append(self.env.prepare(call, allowance))
+                usd -= prepared[-1].most_usd
+            except RefusedError as error:
+                prepared.append(refused(str(error)))
+        running = []
+        with side_by_side([(call.name, call.arguments) for call in calls]) as counts:
+            for call, each, own in zip(calls, prepared, counts, strict=True):
+                running.append(_run(call, each, seconds, own))
+            return await asyncio.gather(*running)
+
+
+async def _run(
+    call: ToolCall,
+    prepared: PreparedCall | ToolResult,
+    seconds: float,
+    counts: RequestCounts | None,
+) -> ToolResult:
+    """Returns a call's result; without one after `seconds` it is given up, billed at its most.
+
+    The dollars of a result that comes too late are known. One that the infrastructure failed says
+    so, however late.
+    """
+    if isinstance(prepared, ToolResult):  # a refusal
+        return prepared
+    REQUESTS.set(counts)  # of this call's own task
+    late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
+    try:
+        async with asyncio.timeout(None if seconds == math.inf else seconds):
+            result = await prepared.run()
+    except TimeoutError:
+        return ToolResult(late, prepared.most_usd, seconds, error=True)
+    if result.latency_s <= seconds or result.infrastructure:
+        return replace(result, latency_s=min(result.latency_s, seconds))
+    return replace(result, content=late, latency_s=seconds, error=True)
+
+
+def _count(left: float, price: float) -> float:
+    """Returns how many things of a price are paid for by what is left; infinite if without end."""
+    if left == math.inf or not price:
+        return math.inf if left >= 0 else 0
+    return max(0, math.floor(left / price))

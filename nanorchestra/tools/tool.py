@@ -1,0 +1,224 @@
+"""The contract of a tool, and the way of a call from what the policy wrote to what it reads.
+
+`prepare` checks a call and holds it to its `Allowance`; the call that it returns runs the tool, in
+a thread if it blocks. `observed` is the thread's edge: whatever a tool raises becomes an
+observation there, and a result is cut before anything splits it into words. No torch.
+"""
+
+import math
+import re
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+
+from nanorchestra.evidence import Evidence
+from nanorchestra.records import RESULT_WORDS, ToolCall, ToolResult, banned
+from nanorchestra.schemas import Json, argument_error
+from nanorchestra.tools.failures import failed
+from nanorchestra.tools.threads import in_thread
+
+RESULT_CHARS = 16_000  # of texts without spaces
+WORD = re.compile(r"\S+")
+NOTE_CHARS = 80  # of a note at most
+NOTE = re.compile(r"\n\[[\d,]+ of (?P<whole>[\d,]+) (?:words|characters)\]\Z")
+
+
+class RefusedError(Exception):
+    """A call that is not run; the message says why, for the policy and the user."""
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What one call may do.
+
+    usd: US dollars at most. share: what a call that can be made smaller takes of them at most, so
+    that calls of one turn do not starve each other. seconds: until the call is given up. never: the
+    names that the user forbids.
+    """
+
+    usd: float = math.inf
+    share: float = math.inf
+    seconds: float = math.inf
+    never: Sequence[str] = ()
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raises RefusedError if the user forbids a call that has one of the names."""
+        if ban := banned(set(names), self.never):
+            raise RefusedError(f"the user forbids {ban}")
+
+    def check_usd(self, name: str, most_usd: float) -> None:
+        """Raises RefusedError if a call of `name` can cost more than the US dollars left."""
+        if most_usd > self.usd:
+            left = dollars(max(self.usd, 0.0))
+            raise RefusedError(f"refused {name}: up to {dollars(most_usd)}, {left} left")
+
+    def minus(self, usd: float) -> "Allowance":
+        """Returns what is left of it beside something that costs `usd` US dollars."""
+        return replace(self, usd=self.usd - usd, share=self.share - usd)
+
+
+class Tool:
+    """What the orchestrator may call.
+
+    A tool states its name, its kind, a description, and `parameters`, the JSON schema of the
+    arguments of `call`. The rest of the contract has defaults, which a tool states if it needs to:
+
+    kind: what is behind the name ("code", "search", "expert", ...). A tool of kind "answer" gives
+    the final answer: its first result that is no error ends the attempt.
+    blocking: whether a call waits; it then runs in a thread and does not hold up other attempts. It
+    returns in bounded time, and the seconds that it waits are part of its latency.
+    usd_per_call, usd_per_second, timeout_s: its price, from which follows the most that a call can
+    cost. A tool with another price says so in its own `most_usd`: a user's limits hold by it.
+    result_words: how many words of a result the policy reads.
+    helpers: tools that it calls.
+    """
+
+    name: str
+    kind: str
+    description: str
+    parameters: Json
+    blocking = False
+    usd_per_call = 0.0
+    usd_per_second = 0.0
+    timeout_s = 0.0
+    result_words = RESULT_WORDS
+    helpers: "Sequence[Tool]" = ()
+
+    def call(self, arguments: Json) -> ToolResult:
+        """Returns the observation, with its cost and latency; a call that fails may raise."""
+        raise NotImplementedError
+
+    def for_attempt(self, evidence: Evidence) -> "Tool":
+        """Returns the tool of an attempt that gathers `evidence`, for one that reads it."""
+        return self
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """The US dollars that it charges, by what for: a "call", a "second"."""
+        return {"call": self.usd_per_call, "second": self.usd_per_second}
+
+    def most_usd(self, arguments: Json) -> float:
+        """Returns the most US dollars that a call can cost, a finite number."""
+        return self.usd_per_call + self.usd_per_second * self.timeout_s
+
+    def ban_names(self, arguments: Json | None = None) -> set[str]:
+        """Returns the names under which the user can ban a call: of the tool, its kind, its models.
+
+        Without `arguments` those of every call. An argument that is one of a schema's choices names
+        what is called, too.
+        """
+        names = {self.name, self.kind}
+        for name, schema in self.parameters.get("properties", {}).items():
+            for choice in schema.get("enum", ()) if isinstance(schema, dict) else ():  # or True
+                chosen = arguments is None or arguments.get(name) == choice
+                if chosen and isinstance(choice, str):
+                    names.add(choice)
+        return names
+
+    def smaller(self, arguments: Json, allowance: Allowance) -> "Tool":
+        """Returns the tool as it may be called under an allowance, where it can be made smaller."""
+        return self
+
+    def within(self, arguments: Json, allowance: Allowance) -> "Tool":
+        """Returns the tool as it may be called under an allowance, smaller if need be.
+
+        Raises RefusedError if the call is banned, or can cost more than is left even so.
+        """
+        allowance.check_names(self.ban_names(arguments))
+        tool = self.smaller(arguments, allowance)
+        allowance.check_usd(tool.name, tool.most_usd(arguments))
+        return tool
+
+    @property
+    def schema(self) -> Json:
+        """The OpenAI function object that stands in the prompt."""
+        about = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": about}
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call that may be made: `run()` returns its result, for `most_usd` US dollars at most."""
+
+    run: Callable[[], Awaitable[ToolResult]]
+    most_usd: float = 0.0
+
+
+def prepare(tools: Mapping[str, Tool], call: ToolCall, allowance: Allowance) -> PreparedCall:
+    """Returns a call of one of the tools as it may be made, smaller if need be.
+
+    Raises RefusedError for one that cannot be run, and for one that the allowance forbids.
+    """
+    if call.error:
+        raise RefusedError(call.error)
+    if call.name not in tools:
+        raise RefusedError(f"no tool named {call.name!r}; the tools are {', '.join(tools)}")
+    tool = tools[call.name]
+    if problem := argument_error(call.arguments, tool.parameters):
+        raise RefusedError(f"{call.name}: {problem}")
+    tool = tool.within(call.arguments, allowance)
+    return PreparedCall(partial(_run, tool, call.arguments), tool.most_usd(call.arguments))
+
+
+async def _run(tool: Tool, arguments: Json) -> ToolResult:
+    """Returns the result of a call, as the policy reads it."""
+    call = partial(tool.call, arguments)
+    if tool.blocking:
+        return await in_thread(observed, tool.name, call, tool.result_words)
+    return observed(tool.name, call, tool.result_words)
+
+
+def observed(name: str, call: Callable[[], ToolResult], words: int = RESULT_WORDS) -> ToolResult:
+    """Returns the result of a call of `name`, cut to `words`; whatever it raises is one, too.
+
+    A cancellation, an interrupt or a panic that a tool raises is no ordinary exception: out of the
+    tool's thread it would end other attempts, or the process. Ctrl-C reaches the main thread alone.
+    """
+    try:
+        result = call()
+        return replace(result, content=shortened(result.content, words))
+    except BaseException as error:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and isinstance(error, KeyboardInterrupt):
+            raise
+        return failed(name, error)
+
+
+def refused(problem: str) -> ToolResult:
+    """Returns the observation of a call that is not run."""
+    return ToolResult(f"Error: {problem}", error=True, refused=True)
+
+
+def shortened(text: str, words: int, chars: int = RESULT_CHARS) -> str:
+    """Returns the beginning of a text, with a note of how much it is: "[1,200 of 3,000 words]".
+
+    A text of fewer words and characters is returned as it is. One that was shortened before is told
+    by its note, which then counts what the whole text had.
+    """
+    note = NOTE.search(text, max(0, len(text) - NOTE_CHARS))
+    body = text[: note.start()] if note else text
+    begun = islice(WORD.finditer(body, 0, chars + 1), words)
+    ends = [match.end() for match in begun if match.end() <= chars]
+    if len(body.rstrip()) == (ends[-1] if ends else 0):  # all words fit
+        return text if len(body) <= chars else body.rstrip()
+    if ends:
+        whole = note["whole"] if note else f"{sum(1 for _ in WORD.finditer(body)):,}"
+        return f"{body[: ends[-1]]}\n[{len(ends):,} of {whole} words]"
+    whole = note["whole"] if note else f"{len(body):,}"  # one word fills the room
+    return f"{body[:chars]}\n[{min(chars, len(body)):,} of {whole} characters]"
+
+
+def all_ban_names(tools: Iterable[Tool]) -> list[str]:
+    """Returns every name that a ban may have where these tools are on offer, sorted."""
+    known = set()
+    for tool in tools:
+        known |= tool.ban_names() | set(all_ban_names(tool.helpers))
+    return sorted(known)
+
+
+def dollars(usd: float) -> str:
+    """Returns US dollars with two digits: "$0.012", "$0.000011"."""
+    digits = f"{float(f'{usd:.2g}'):.9f}".rstrip("0").rstrip(".")
+    return f"${digits}"
