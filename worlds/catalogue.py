@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from nanorchestra.records import Task, ToolResult, banned
+from nanorchestra.records import Price, Task, ToolResult, banned
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
@@ -23,6 +23,7 @@ from worlds.toolscale.offers import DESCRIPTIONS, SCHEDULES, describe, scheduled
 OFFERED = 0.7  # probability of a tool to be on offer in training
 LATENCY_S = 20.0  # of the simulation of an expert whose entry states none
 REPLY_TOKENS = 800  # of an expert's usual reply
+FREE = Price(0.0, 0.0)
 SEARCH_SKILL = 0.7  # probability that the page of a simulated search has the right answer
 ANSWER_FORM = "{answer}"
 # What a simulated expert of a published role replies: code, a query and an answer.
@@ -185,17 +186,16 @@ class SimulatedModel(Expert):
 
     def _ask(self, text: str, name: str) -> ToolResult:
         latency_s = self.latency_s or LATENCY_S
-        simulated = Simulation(self.skill, self.price, REPLY_TOKENS, latency_s).reply(
+        reply, bill = Simulation(self.skill, self.price, REPLY_TOKENS, latency_s).reply(
             f"{self.task.id}/{self.seed}/{name}",
             count_tokens(text),
             self._right,
             self._wrong,
             self.max_tokens,
         )
-        if not simulated.complete:
-            problem = f"Error: {name} gave no answer within {self.max_tokens} tokens"
-            return simulated.result(problem, error=True, alias=name)
-        return simulated.result(simulated.reply, alias=name)
+        if bill.error:
+            reply = f"Error: {name} gave no answer within {self.max_tokens} tokens"
+        return replace(bill, content=reply, alias=name)
 
     def _right(self, rng: random.Random) -> str:
         return self._reply(self.task.data["answer"])
@@ -222,8 +222,11 @@ class SimulatedSearch(Tool):
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns the page."""
-        rng = random.Random(f"{self.task.id}/{self.seed}/page")
-        right = rng.random() < SEARCH_SKILL
-        answer = self.task.data["answer"] if right else rng.choice(self.task.data["wrong"])
+        data, seed = self.task.data, f"{self.task.id}/{self.seed}/page"
+        answer, bill = Simulation(
+            SEARCH_SKILL, FREE, 0, self.latency_s, latency_range=(1, 1)
+        ).reply(seed, 0, lambda rng: data["answer"], lambda rng: rng.choice(data["wrong"]))
         page = f"{self.task.question}\n{answer}"
-        return ToolResult(page, self.usd_per_call, self.latency_s, findings={"documents": [page]})
+        return replace(
+            bill, content=page, cost_usd=self.usd_per_call, findings={"documents": [page]}
+        )

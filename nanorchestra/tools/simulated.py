@@ -6,8 +6,8 @@ what a wrong one is. Nothing is asked over a network.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
@@ -16,32 +16,6 @@ from nanorchestra.tools.tool import Tool
 Reply = TypeVar("Reply")
 Range = tuple[float, float]  # the least and the greatest factor, between which one is drawn
 VARIATION: Range = (0.85, 1.15)  # of the tokens and the seconds of a SimulatedExpert
-
-
-@dataclass(frozen=True)
-class SimulatedReply(Generic[Reply]):
-    """One reply, what it costs in US dollars, and how long it takes in virtual seconds.
-
-    `complete` is false if the reply needs more tokens than it may have.
-    """
-
-    reply: Reply
-    complete: bool
-    input_tokens: int
-    output_tokens: int
-    cost_usd: float
-    latency_s: float
-
-    def result(self, content: str, **fields: object) -> ToolResult:
-        """Returns the observation with this content, and further `fields` of ToolResult."""
-        return ToolResult(
-            content,
-            cost_usd=self.cost_usd,
-            latency_s=self.latency_s,
-            input_tokens=self.input_tokens,
-            output_tokens=self.output_tokens,
-            **fields,
-        )
 
 
 @dataclass(frozen=True)
@@ -71,8 +45,11 @@ class Simulation:
         right: Callable[[random.Random], Reply],
         wrong: Callable[[random.Random], Reply],
         max_tokens: int | None = None,
-    ) -> SimulatedReply[Reply]:
-        """Returns a reply, which is a function of the arguments.
+    ) -> tuple[Reply, ToolResult]:
+        """Returns a reply and its bill, which are a function of the arguments.
+
+        The bill is a result without content: US dollars, virtual seconds, tokens. It is an error if
+        the reply needs more than `max_tokens`.
 
         `seed` names the task, the seed of the attempt, and the expert. `right(rng)` and
         `wrong(rng)` draw a reply of their kind; one of them is called.
@@ -81,10 +58,16 @@ class Simulation:
         reply = right(rng) if rng.random() < self.skill else wrong(rng)
         needed = round(self.output_tokens * rng.uniform(*self.token_range))
         latency_s = self.latency_s * rng.uniform(*self.latency_range)
-        output_tokens = needed if max_tokens is None else min(needed, max_tokens)
-        cost_usd = self.price.cost(input_tokens, output_tokens)
-        complete = output_tokens == needed
-        return SimulatedReply(reply, complete, input_tokens, output_tokens, cost_usd, latency_s)
+        written = needed if max_tokens is None else min(needed, max_tokens)
+        bill = ToolResult(
+            "",
+            self.price.cost(input_tokens, written),
+            latency_s,
+            error=written < needed,
+            input_tokens=input_tokens,
+            output_tokens=written,
+        )
+        return reply, bill
 
 
 @dataclass(frozen=True)
@@ -123,10 +106,8 @@ class SimulatedExpert(Tool):
     def call(self, arguments: Json) -> ToolResult:
         """Returns "sure: ANSWER" or "unsure: ANSWER"."""
         seed = f"{self.seed}/{self.name}"
-        simulated = self._simulation().reply(seed, self.input_tokens, self._right, self._wrong)
-        return simulated.result(
-            simulated.reply, findings={"attempts": [[self.name, simulated.reply]]}
-        )
+        answer, bill = self._simulation().reply(seed, self.input_tokens, self._right, self._wrong)
+        return replace(bill, content=answer, findings={"attempts": [[self.name, answer]]})
 
     def _simulation(self) -> Simulation:
         return Simulation(

@@ -25,16 +25,16 @@ def test_a_simulation_is_right_as_often_as_its_skill_and_costs_what_its_price_sa
     simulation = Simulation(0.7, Price(1.0, 10.0), output_tokens=800, latency_s=10.0)
     replies = [simulation.reply(f"task/{n}/large", 100, right, wrong) for n in range(600)]
     assert replies[5] == simulation.reply("task/5/large", 100, right, wrong)
-    assert abs(sum(each.reply == "right" for each in replies) / 600 - 0.7) < 0.06
-    assert {each.reply for each in replies} == {"right", "wrong", "false"}
-    for each in replies:
-        assert each.complete and 160 <= each.output_tokens <= simulation.most_output_tokens()
-        assert each.cost_usd == pytest.approx((100 + 10 * each.output_tokens) / 1e6)
-        assert 7.0 <= each.latency_s <= 13.0
-        cut = simulation.reply(f"task/{replies.index(each)}/large", 100, right, wrong, 400)
-        assert (cut.reply, cut.latency_s) == (each.reply, each.latency_s)
-        assert cut.output_tokens == min(each.output_tokens, 400)
-        assert cut.complete == (each.output_tokens <= 400)
+    assert abs(sum(reply == "right" for reply, _ in replies) / 600 - 0.7) < 0.06
+    assert {reply for reply, _ in replies} == {"right", "wrong", "false"}
+    for number, (reply, bill) in enumerate(replies):
+        assert not bill.error and 160 <= bill.output_tokens <= simulation.most_output_tokens()
+        assert bill.cost_usd == pytest.approx((100 + 10 * bill.output_tokens) / 1e6)
+        assert 7.0 <= bill.latency_s <= 13.0
+        again, cut = simulation.reply(f"task/{number}/large", 100, right, wrong, 400)
+        assert (again, cut.latency_s) == (reply, bill.latency_s)
+        assert cut.output_tokens == min(bill.output_tokens, 400)
+        assert cut.error == (bill.output_tokens > 400)
 
 
 def test_the_miniatures_experts_reply_to_the_last_bit_as_they_did(sandbox):

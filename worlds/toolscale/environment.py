@@ -235,14 +235,13 @@ class DomainEnvironment:
         simulation = Simulation(
             expert["skill"], Price(*expert["usd"]), TURN_TOKENS, expert["latency_s"]
         )
-        simulated = simulation.reply(
+        return simulation.reply(
             f"{self.task.id}/{self.seed}/{expert['alias']}/{len(self.history)}",
             sum(map(len, self.history)) // CHARS_PER_TOKEN,
             self._right_turn,
             self._wrong_turn,
             STEP_TOKENS,
         )
-        return simulated.reply, simulated.result("")
 
     def _right_turn(self, rng: random.Random) -> ParsedTurn:
         return _parsed(*next_turn(self))
