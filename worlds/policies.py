@@ -16,7 +16,6 @@ from typing import Literal
 from nanorchestra import formats
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.agent.world import World
 from nanorchestra.config import Config, RolloutSection
 from nanorchestra.errors import UserError, nearest, require
@@ -26,6 +25,7 @@ from nanorchestra.model.checkpoint import NANO, read_config, read_sampling
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task
 from nanorchestra.schemas import Json
+from nanorchestra.serving.endpoint import EndpointRollout
 from nanorchestra.tools.roles import ROLES
 from nanorchestra.tools.spending import Spending
 from reward import PRICES

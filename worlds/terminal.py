@@ -15,7 +15,6 @@ from typing import TextIO
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.agent.transcript import Transcript
 from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import append_line, read_json_lines
 from nanorchestra.model.tokenizer import Tokenizer
@@ -24,6 +23,7 @@ from nanorchestra.report.tables import number
 from nanorchestra.report.terminal import Console, counted, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json
+from nanorchestra.serving.transcript import Transcript
 from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending

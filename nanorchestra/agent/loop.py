@@ -358,7 +358,7 @@ def _completion(request) -> Completion:
 
 @dataclass
 class EngineConversation:
-    """An attempt's session on our engine. policy.py has the same for a model behind an endpoint."""
+    """An attempt's session on our engine; serving/endpoint.py has that at another server."""
 
     pump: Pump
     attempt: int  # its index

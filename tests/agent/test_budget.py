@@ -22,9 +22,9 @@ import pytest
 from data_gen import main as data_gen
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.agent.policy import EndpointRollout
 from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.records import Price, Task, banned
+from nanorchestra.serving.endpoint import EndpointRollout
 from nanorchestra.serving.http import Server
 from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, ServedOrchestrator

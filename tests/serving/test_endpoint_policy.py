@@ -15,10 +15,10 @@ from miniature_tasks import environment, tasks_of
 from openai_server import openai_server, said
 from scripted import ANSWER, SETTINGS, echoing, play
 
-from nanorchestra.agent import policy
 from nanorchestra.agent.loop import Attempt
 from nanorchestra.model import chat
 from nanorchestra.records import Price, ToolResult
+from nanorchestra.serving import endpoint
 from nanorchestra.tools import http
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import to_row
@@ -45,7 +45,7 @@ def run(server, tokenizer, *envs, **changes):
     envs = envs or [echoing()]
     price, model = Price(3.0, 5.0), f"big@{server.url}"
     settings = replace(SETTINGS, **changes)
-    rollout = policy.EndpointRollout(model, price, tokenizer, settings, Spending())
+    rollout = endpoint.EndpointRollout(model, price, tokenizer, settings, Spending())
     return rollout.run(envs, list(range(len(envs))))
 
 
@@ -184,7 +184,7 @@ def test_a_request_that_is_not_waited_for_is_settled(server, nano_tokenizer):
 
     server.answer = answer
     spending = Spending(most=1.0)
-    rollout = policy.EndpointRollout(
+    rollout = endpoint.EndpointRollout(
         f"big@{server.url}", Price(3.0, 5.0), nano_tokenizer, SETTINGS, spending
     )
 
@@ -214,7 +214,7 @@ def test_arguments_without_measure_are_an_error_that_the_endpoint_reads(server, 
 
 
 def test_attempts_run_side_by_side_up_to_a_limit(server, nano_tokenizer, monkeypatch):
-    monkeypatch.setattr(policy, "Endpoint", partial(policy.Endpoint, concurrency=3))
+    monkeypatch.setattr(endpoint, "Endpoint", partial(endpoint.Endpoint, concurrency=3))
     three, free = threading.Barrier(3), threading.Semaphore(3)
 
     def answer(body):

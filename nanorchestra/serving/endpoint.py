@@ -29,22 +29,6 @@ from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.threads import in_thread
 
-MENDS = (  # what mends a refusal, by words of it
-    (r"^HTTP 401", "OPENAI_API_KEY must hold a key of this server"),
-    (r"runs the server's own alone", "take the model without +tools"),
-    (r"^HTTP 404", "is the model's name right, and does the URL end as the server's API, in /v1?"),
-    (
-        r"HTTP [45].*\btools?\b",
-        "the model must call tools: take one that does; vLLM needs --enable-auto-tool-choice and "
-        "--tool-call-parser, llama.cpp --jinja",
-    ),
-    (
-        r"HTTP 4.*(max_(completion_)?tokens|context length|context size)",
-        "add :turn_tokens=N to the model, the most tokens of a turn",
-    ),
-    (r"no connection", "is a server running there?"),
-)
-
 
 class EndpointRollout(Rollout):
     """Plays attempts of `model`, "MODEL@URL", under the limits of our policy.
@@ -150,7 +134,7 @@ class EndpointConversation:
             if self.user.seconds_left() <= 0:
                 return _completion([], "length")
             who = f"{params['model']} at {server.base_url}"
-            return _completion([], "error", f"Error: {who} failed ({explained(reply.problem)})")
+            return _completion([], "error", f"Error: {who} failed ({reply.problem})")
         tokenizer = self.rollout.tokenizer
         turn = read(reply.content)
         whole = chat.encode_assistant(tokenizer, turn.reasoning, turn.content, turn.calls)
@@ -214,12 +198,6 @@ class EndpointConversation:
         if len(names) == count == len({*filter(None, names)} - before):
             return names
         return [f"call{len(self.messages):03}{k:02}" for k in range(count)]
-
-
-def explained(problem: str) -> str:
-    """Returns what a server has refused in its own words, and what mends it if that is known."""
-    mends = (mend for words, mend in MENDS if re.search(words, problem))
-    return "; ".join([problem, *list(mends)[:1]])
 
 
 def read(message: Json) -> ParsedTurn:
