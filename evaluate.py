@@ -42,7 +42,7 @@ from nanorchestra.files import read_json_lines, read_text, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.comparison import recorded_attempts, write_comparison
 from nanorchestra.report.run import Run, path_of_run
-from nanorchestra.report.tables import aligned, difference, label, table
+from nanorchestra.report.tables import MEASURES, aligned, difference, table
 from nanorchestra.schemas import Json
 from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
@@ -159,7 +159,7 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
             player = routers[world_name].get(policy.base)  # a model is loaded when needed
             starts = range(0, len(tasks[world_name]), options.parallel)
             blocks = [(trial, start) for trial in range(options.trials) for start in starts]
-            bar.set_description(label(policy.text)[-MOST_LABEL:])
+            bar.set_description(policy.text[-MOST_LABEL:])
             for place, (trial, start) in enumerate(blocks):
                 file = run.path / file_name(number, world_name, policy, place)
                 if not file.exists():
@@ -411,7 +411,7 @@ def show(worlds: dict[str, Json]) -> None:
         kinds = next(iter(summaries.values()))["right_by_kind"]
         if len(kinds) > 1:
             told = list(summaries)[:KINDS_OF]
-            rows = [["right by kind, %", "tasks", *(label(name)[:26] for name in told)]]
+            rows = [["right by kind, %", "tasks", *(name[:26] for name in told)]]
             for kind, first in kinds.items():
                 shares = (summaries[name]["right_by_kind"].get(kind) for name in told)
                 rows.append([kind, str(first["tasks"]), *map(_share_text, shares)])
@@ -421,8 +421,7 @@ def show(worlds: dict[str, Json]) -> None:
             continue
         rows = [["reward of the first, minus that of", "mean [95% interval]"]]
         for name in others:
-            reward = summaries[name]["behind"].get("reward")
-            rows.append([label(name), difference(reward, form="+.3f") if reward else "-"])
+            rows.append([name, difference(summaries[name]["behind"], "reward")])
         print("\n".join(["", *aligned(rows), ""]))
 
 
@@ -443,7 +442,7 @@ def compare_runs(paths: list[Path]) -> None:
         if name in our_unpriced or other in their_unpriced:
             differences.pop("cost_usd", None)
         print(f"{name} minus {other} on the {len(shared)} attempts at the same tasks:")
-        rows = [[f"  {key}", difference(found)] for key, found in differences.items()]
+        rows = [[f"  {MEASURES[key].title}", difference(differences, key)] for key in differences]
         print("\n".join(aligned(rows)))
 
 

@@ -147,7 +147,7 @@ def test_two_evaluations_are_compared_on_the_same_tasks_alone(home, capsys):
     capsys.readouterr()
     assert evaluate.main(["compare", "runs/a", "runs/b"]) == 0
     text = capsys.readouterr().out
-    assert "on the 9 attempts" in text and re.search(r"reward +\+0 \[\+0, \+0\]", text)
+    assert "on the 9 attempts" in text and re.search(r"reward +\+0.000 \[\+0.000, \+0.000\]", text)
     assert evaluate.main(["compare", "runs/a", "runs/c"]) == 2
     assert "no task in common" in capsys.readouterr().err
 
@@ -289,8 +289,8 @@ def test_a_model_without_a_price_is_said_aloud_and_has_no_cost(home, capsys):
     capsys.readouterr()
     assert evaluate.main(["compare", "runs/two", "runs/one"]) == 0
     _, first, second = re.split(r"^(?=boss)", capsys.readouterr().out, flags=re.MULTILINE)
-    assert first.startswith(paid) and "cost_usd" in first
-    assert second.startswith(boss) and "cost_usd" not in second and "latency_s" in second
+    assert first.startswith(paid) and "cost m$" in first
+    assert second.startswith(boss) and "cost m$" not in second and "time s" in second
     assert evaluate.main([*options, f"{boss}:input=1"]) == 2
     assert "input and output must both be US dollars" in capsys.readouterr().err
 

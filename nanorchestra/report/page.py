@@ -41,22 +41,12 @@ def write_report(path: str | Path, live: bool = False) -> None:
     rows, summary = list(run.rows("metrics")), run.summary()
     warm_start = [row for row in rows if row["phase"] == "warm_start"]
     grpo = [row for row in rows if row["phase"] == "grpo"]
-    seconds = summary.get("seconds") or sum(row.get("seconds") or 0.0 for row in rows)
-    facts = {"GRPO steps": len(grpo), "time": f"{seconds:,.0f} s ({seconds / 60:.1f} min)"}
-    if warm_start:
-        facts = {"warm-start steps": len(warm_start)} | facts
-    if "parameters" in summary:
-        facts = {"parameters": f"{summary['parameters'] / 1e6:,.2f} million"} | facts
-
-    held_out = summary.get("held_out", {})
-    if held_out:
-        facts["held-out tasks"] = held_out["tasks"]
-    policies = held_out_scores(summary)
-    splits = {}
-    for split, title in SPLITS.items():
-        before, after = (held_out.get(side, {}).get(split) for side in ("before", "after"))
-        if before and after:
-            splits[title] = changes_table(before, after)
+    policies, splits = {}, {}
+    if summary:
+        policies = held_out_scores(summary)
+        before, after = (summary["held_out"][side] for side in ("before", "after"))
+        for split, title in SPLITS.items():
+            splits[title] = changes_table(before[split], after[split])
 
     parts = {
         "What it learns": plots.curves(grpo, plots.LEARNING),
@@ -69,8 +59,11 @@ def write_report(path: str | Path, live: bool = False) -> None:
         run,
         "run.html",
         live=live,
-        facts=facts,
-        scores=scores_table(policies) if policies else [],
+        summary=summary,
+        seconds=summary.get("seconds") or sum(row["seconds"] for row in rows),
+        warm_start_steps=len(warm_start),
+        grpo_steps=len(grpo),
+        held_out=scores_table(policies),
         splits=splits,
         frontier_images=frontiers(policies),
         curves={title: images for title, images in parts.items() if images},

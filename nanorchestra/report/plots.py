@@ -15,7 +15,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nanorchestra.report.tables import label, shortened
+from nanorchestra.report.tables import shortened
 from nanorchestra.schemas import Json
 
 COLOURS = (
@@ -55,7 +55,7 @@ FRONTIER_WIDTH, FRONTIER_HEIGHT = 4.4, 3.0
 LEGEND_ROW = 0.16  # inches
 RECENT = 25  # steps of which a strong line is the mean, at most
 POINTS = 400  # of a line, at most: a panel has fewer pixels
-LEGEND_CHARS = 34  # of a policy's name
+LEGEND_CHARS = 28  # of a policy's name
 
 
 class Panel(NamedTuple):
@@ -145,7 +145,11 @@ def frontier(policies: dict[str, Json], turns: bool = False) -> str:
         figure = Figure(figsize=(FRONTIER_WIDTH, FRONTIER_HEIGHT + LEGEND_ROW * rows))
         axes = figure.subplots()
         axes.set_title("Right answers on held-out tasks, %")
-        axes.set_xlabel("turns allowed" if turns else "cost per task, m$ (thousandths of a dollar)")
+        if turns:
+            axes.set_xlabel("turns allowed")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        else:
+            axes.set_xlabel("cost per task, m$ (thousandths of a dollar)")
         points = []
         for place, (name, scores) in enumerate(shown.items()):
             y, up = _point(scores, "accuracy", 100)
@@ -162,7 +166,7 @@ def frontier(policies: dict[str, Json], turns: bool = False) -> str:
                 color=COLOURS[place % len(COLOURS)],
                 elinewidth=0.7,
                 fmt=MARKERS[place % len(MARKERS)],
-                label=shortened(label(name), LEGEND_CHARS),
+                label=shortened(name, LEGEND_CHARS),
                 markersize=8 if place < 2 else 5,
             )
         best = []  # from left to right: nothing to its left is right as often

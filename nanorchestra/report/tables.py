@@ -30,9 +30,12 @@ MEASURES = {
     "avoided_rate": Measure("bans broken %", 100, 1),
     "turns": Measure("turns", decimals=1),
     "tokens": Measure("tokens", decimals=0),
+    "published": Measure("appendix L", decimals=3),
+    "tasks": Measure("tasks", decimals=0),
+    "failed": Measure("failed", decimals=0),
+    "reward_of_calls": Measure("reward of calls", decimals=3),
 }
 MAIN = ("reward", "accuracy", "cost_usd", "latency_s")  # with a name they fit 80 columns
-NAMES = {"before": "before GRPO", "after": "after GRPO"}
 FIRST_COLUMN = 38  # characters, so that a table fits a terminal of 80
 
 
@@ -48,35 +51,39 @@ def table(policies: dict[str, Json], heading: str = "on held-out tasks") -> str:
 
 def scores_table(
     policies: dict[str, Json],
-    measures: Iterable[str] = MEASURES,
+    measures: Iterable[str] | None = None,
     intervals: Iterable[str] = MEASURES,
 ) -> Rows:
-    """Returns the scores by policy, without the measures that no policy has.
+    """Returns the scores by policy.
 
-    intervals: measures beside which half of the 95% interval stands, if it is known.
+    measures: by default those that any policy has. intervals: measures beside which half of the
+    95% interval stands, if it is known.
     """
-    known = [
-        name
-        for name in measures
-        if name in MAIN or any(scores.get(name) is not None for scores in policies.values())
-    ]
-    rows = [["", *(MEASURES[name].title for name in known)]]
+    measures = measures or _measured(policies)
+    rows = [["", *(MEASURES[name].title for name in measures)]]
     for policy, scores in policies.items():
-        cells = [cell(scores, name, interval=name in intervals) for name in known]
-        rows.append([label(policy), *cells])
+        rows.append([policy, *(cell(scores, name, name in intervals) for name in measures)])
     return rows
 
 
 def changes_table(before: dict[str, Json], after: dict[str, Json]) -> Rows:
     """Returns the scores of parts of the tasks by name, each before and after."""
-    heads, *_ = scores_table(before | after)
-    known = [name for name, measure in MEASURES.items() if measure.title in heads]
-    rows = [heads]
+    measures = _measured(before | after)
+    rows = [["", *(MEASURES[name].title for name in measures)]]
     for part in sorted(before | after):
         sides = before.get(part, {}), after.get(part, {})
-        cells = [" → ".join(cell(side, name) for side in sides) for name in known]
+        cells = [" → ".join(cell(side, name) for side in sides) for name in measures]
         rows.append([part, *cells])
     return rows
+
+
+def _measured(policies: dict[str, Json]) -> list[str]:
+    """The measures that any policy has."""
+    found = []
+    for name in MEASURES:
+        if any(scores.get(name) is not None for scores in policies.values()):
+            found.append(name)
+    return found
 
 
 def cell(scores: Json, name: str, interval: bool = False) -> str:
@@ -98,13 +105,17 @@ def failures(policies: dict[str, Json]) -> list[str]:
         if scores.get("failed"):
             failed = f"{scores['failed']} of {scores['attempts']} attempts"
             reason = " ".join(scores["failure"].split())
-            lines.append(f"{label(name)}: {failed} failed, and are in no mean: {reason}")
+            lines.append(f"{name}: {failed} failed, and are in no mean: {reason}")
     return lines
 
 
-def difference(found: Sequence[float | None], factor: float = 1.0, form: str = "+.3g") -> str:
-    """Returns a mean difference with its 95% interval and p; an end that is not known is "-"."""
-    *ends, p = found
+def difference(behind: dict[str, Sequence[float | None]], name: str) -> str:
+    """Returns a mean difference with its 95% interval and p; what is not known is "-"."""
+    if name not in behind:
+        return "-"
+    _, factor, decimals = MEASURES[name]
+    form = "+.3g" if decimals is None else f"+.{decimals}f"
+    *ends, p = behind[name]
     texts = []
     for end in ends:
         known = end is not None and math.isfinite(end)
@@ -114,11 +125,10 @@ def difference(found: Sequence[float | None], factor: float = 1.0, form: str = "
 
 
 def held_out_scores(summary: Json) -> dict[str, Json]:
-    """Returns the held-out scores of a training run by name: before, after, then the routers."""
-    held_out = summary.get("held_out", {})
-    sides = {name: held_out.get(name) for name in ("before", "after")}
-    named = sides | held_out.get("routers", {})
-    return {name: scores for name, scores in named.items() if scores}
+    """Returns the held-out scores of a training run: before and after it, and of the routers."""
+    held_out = summary["held_out"]
+    sides = {f"{side} GRPO": held_out[side] for side in ("before", "after")}
+    return sides | held_out["routers"]
 
 
 def aligned(rows: Rows) -> list[str]:
@@ -131,11 +141,6 @@ def aligned(rows: Rows) -> list[str]:
         cells = map(str.rjust, texts, widths)
         lines.append("  ".join([head.ljust(max(map(len, heads))), *cells]))
     return lines
-
-
-def label(name: str) -> str:
-    """Returns what a table calls a policy: as --policy does."""
-    return NAMES.get(name, name)
 
 
 def shortened(text: str, chars: int) -> str:

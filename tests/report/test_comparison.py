@@ -55,15 +55,16 @@ def test_the_page_has_the_numbers_of_the_summary_and_runs_nothing(tmp_path):
     rows += [attempt("a/model:turns=2", n, 0.5) for n in range(20)]
     page = page_of(tmp_path / "one", {name: scores(n / 4) for n, name in enumerate(names)}, rows)
     assert page.loads_and_runs_nothing() and page.text.count(EVIL) > 8
-    summary, measures, more, calls, seconds, preferences, behind = range(7)
+    summary, measures, passes, calls, seconds, preferences, behind = range(7)
     assert page.row("perfect", summary) == {
         "": "perfect",
         "miniature %": "50.0 ±10.0",
-        "cost cents": "0.200",
-        "time min": "0.0500",
+        "cost m$": "2.00",
+        "time s": "3.0",
     }
-    assert page.row("perfect", measures)["reward"] == "0.500"
-    assert page.row("perfect", more)["pass^2 %"] == "30.0"
+    shown = page.row("perfect", measures)
+    assert (shown["reward"], shown["appendix L"], shown["tasks"]) == ("0.500", "0.125", "12")
+    assert page.row("perfect", passes)["pass^2"] == "0.30"
     assert page.row("perfect", calls) == {"": "perfect", EVIL: "0.10", "large": "0.50"}
     assert page.row("perfect", seconds)["policy"] == "1.00"
     assert page.row("perfect", preferences)["cheap"] == "0.50"
@@ -82,8 +83,8 @@ def test_failures_and_missing_prices_stand_in_the_tables(tmp_path):
     failing = {"failed": 3, "failure": EVIL, "cost_usd": None, "cost_per_correct_usd": None}
     page = page_of(tmp_path / "one", {"a": scores(0.2, **failing), "b": scores(0.4)})
     assert f"a: 3 of 12 attempts failed, and are in no mean: {EVIL}" in page.text
-    assert page.row("a")["cost cents"] == page.row("a", 1)["cost m$"] == "-"
-    assert page.row("b")["cost cents"] == "0.200"
+    assert page.row("a")["cost m$"] == page.row("a", 1)["cost m$"] == "-"
+    assert page.row("b")["cost m$"] == "2.00"
 
 
 def test_a_policy_without_a_price_has_no_place_on_the_axis_of_cost():

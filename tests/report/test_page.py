@@ -15,11 +15,11 @@ EVIL = '</pre></script><script>alert(1)</script><img src="http://evil.example" o
 SCORES = {"reward": 0.25, "accuracy": 0.7, "cost_usd": 0.002, "latency_s": 2.0}
 BETTER = SCORES | {"reward": 0.5, "intervals": {"reward": [0.4, 0.6]}}
 HELD_OUT = {
-    "tasks": 480,
-    "before": SCORES | {"by_preference": {"cheap": SCORES}},
-    "after": BETTER | {"by_preference": {"cheap": BETTER}},
+    "before": SCORES | {"by_preference": {"cheap": SCORES}, "by_kind": {"chain": SCORES}},
+    "after": BETTER | {"by_preference": {"cheap": BETTER}, "by_kind": {"chain": BETTER}},
     "routers": {"strongest": SCORES},
 }
+SUMMARY = {"seconds": 431.0, "parameters": 1_480_000, "held_out": HELD_OUT}
 
 
 @pytest.fixture
@@ -39,13 +39,15 @@ def attempt(phase="grpo", step=1, task="t", question="q", text="", **changes):
 def record(run, stage):
     """Fills a run that is "empty", or has a "warm" start, "one" step of GRPO, or is "whole"."""
     for step in (1, 2, 3) if stage != "empty" else ():
-        run.append("metrics", {"phase": "warm_start", "step": step, "loss": 4 / step})
+        run.append(
+            "metrics", {"phase": "warm_start", "step": step, "seconds": 1.0, "loss": 4 / step}
+        )
     for step in range(1, {"one": 2, "whole": 31}.get(stage, 1)):
         numbers = {"calls": {"search": 0.3, "small": step / 60}, "loss": None}
         numbers["group_quartiles"] = {"reward": [0.1, 0.9]}
-        run.append("metrics", SCORES | numbers | {"phase": "grpo", "step": step})
+        run.append("metrics", SCORES | numbers | {"phase": "grpo", "step": step, "seconds": 2.0})
     if stage == "whole":
-        run.write_json("summary.json", {"seconds": 431.0, "held_out": HELD_OUT})
+        run.write_json("summary.json", SUMMARY)
 
 
 @pytest.mark.parametrize("stage", ["empty", "warm", "one", "whole"])
@@ -56,7 +58,7 @@ def test_the_page_can_be_written_at_every_stage(run, stage):
     assert ("Calls per trajectory, by kind of tool" in page.text) == (stage in ("one", "whole"))
     assert ("Loss, nats per token" in page.text) == (stage != "empty")
     assert "GRPO loss" not in page.text, "a panel without numbers is left out"
-    assert len(page.tables) == (2 if stage == "whole" else 0)
+    assert len(page.tables) == (3 if stage == "whole" else 0)
     assert page.loads_and_runs_nothing() and 'preset = "nano"' in page.text
 
 
@@ -73,7 +75,8 @@ def test_the_tables_have_the_numbers_of_the_summary(run):
     }
     assert page.row("strongest")["reward"] == "0.250"
     assert page.row("cheap", table=1)["reward"] == "0.250 → 0.500"
-    assert "431 s (7.2 min)" in page.text and "480" in page.text
+    assert page.row("chain", table=2)["right %"] == "70.0 → 70.0"
+    assert "431 s (7.2 min)" in page.text and "1.48 million" in page.text
 
 
 def lines(image, colour):
@@ -106,12 +109,13 @@ def test_every_line_of_a_chart_has_a_colour_or_dash_of_its_own():
 
 
 def test_hostile_text_stays_text(run):
-    run.append("metrics", {"phase": "grpo", "step": 1, "calls": {EVIL: 1, "$\\frac{$": 2}})
+    calls = {EVIL: 1, "$\\frac{$": 2}
+    run.append("metrics", {"phase": "grpo", "step": 1, "seconds": 2.0, "calls": calls})
     hostile = {"question": EVIL, "text": EVIL, "answer": EVIL, "status": EVIL}
     for phase in ("before", "grpo", "after"):
         run.append("trajectories", attempt(phase, reward=float(phase == "after"), **hostile))
-    scores = {"before": SCORES, "after": SCORES, "tasks": 1}
-    run.write_json("summary.json", {"held_out": scores | {"routers": {EVIL: SCORES}}})
+    held_out = HELD_OUT | {"routers": {EVIL: SCORES}}
+    run.write_json("summary.json", SUMMARY | {"held_out": held_out})
     write_report(run.path)
     page = Page(run.path)
     assert page.loads_and_runs_nothing() and page.row(EVIL)["reward"] == "0.250"
@@ -143,6 +147,6 @@ def test_only_the_page_of_a_run_that_goes_on_loads_itself_again(run):
     assert Page(run.path).meta["refresh"] == "60" and "goes on" in Page(run.path).text
     write_report(run.path)
     assert "refresh" not in Page(run.path).meta and "has stopped" in Page(run.path).text
-    run.write_json("summary.json", {"held_out": HELD_OUT})
+    run.write_json("summary.json", SUMMARY)
     write_report(run.path)
     assert "refresh" not in Page(run.path).meta and "has stopped" not in Page(run.path).text
