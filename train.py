@@ -53,7 +53,6 @@ from nanorchestra.model.lora import save_adapter
 from nanorchestra.schemas import Json
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from nanorchestra.training.advantages import group_advantages
 from nanorchestra.training.build import (
     build_engine,
     build_rollout,
@@ -64,7 +63,16 @@ from nanorchestra.training.build import (
 )
 from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
 from nanorchestra.training.distributed import Ranks, backward, rollout_timeout_s
-from nanorchestra.training.objectives import Objective, bounded_exp, objective_of
+from nanorchestra.training.grpo import (
+    Objective,
+    as_group,
+    bounded_exp,
+    gave_answer,
+    group_advantages,
+    objective_of,
+    record_logprobs,
+    rewritten_share,
+)
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.packing import (
     Group,
@@ -83,7 +91,6 @@ from nanorchestra.training.rollout import (
     require_most_worked,
 )
 from nanorchestra.training.run import Laps, TrainingRun
-from nanorchestra.training.samples import as_group, gave_answer, record_logprobs, rewritten_share
 from nanorchestra.training.trainer import StepMetrics, Trainer, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards

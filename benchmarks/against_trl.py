@@ -89,8 +89,8 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
     from nanorchestra import Engine, SamplingParams, load_model, pack
     from nanorchestra.model.checkpoint import named_hf_tensors
     from nanorchestra.model.qwen3 import Qwen3
-    from nanorchestra.training.objectives import Objective
-    from nanorchestra.training.trainer import Trainer, TrainerSettings
+    from nanorchestra.training.grpo import Objective
+    from nanorchestra.training.trainer import Trainer
     from train import policy_update
 
     torch.set_num_threads(options.threads)
@@ -102,8 +102,8 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
     pack(served)
     pages = ROWS * (max(map(len, prompts)) + LENGTH) // 16 + 2 * ROWS
     engine = Engine(served, tokenizer, page_size=16, num_pages=pages, max_running=ROWS)
-    settings = TrainerSettings(token_budget=4096)  # as in configs/nano.toml
-    trainer = Trainer(model, vocab_limit=tokenizer.vocab_size, settings=settings)
+    # as in configs/nano.toml
+    trainer = Trainer(model, vocab_limit=tokenizer.vocab_size, token_budget=4096)
     engine.update_weights(named_hf_tensors(model))
     clock, sampled = Clock(), 0
     for step in range(options.steps + 1):

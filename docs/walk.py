@@ -31,8 +31,7 @@ from nanorchestra.errors import command, require
 from nanorchestra.model.native import pack
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Trajectory
-from nanorchestra.training.advantages import group_advantages
-from nanorchestra.training.objectives import OBJECTIVES
+from nanorchestra.training.grpo import OBJECTIVES, group_advantages
 from reward import group_rewards
 
 NANO = Path(__file__).parents[1] / "assets" / "nano"
@@ -153,7 +152,7 @@ def decoder() -> Finding:
 
 
 def advantage() -> Finding:
-    """Rewards (reward.py) and advantages (training/advantages.py) are those worked out on paper.
+    """Rewards (reward.py) and advantages (training/grpo.py) are those worked out on paper.
 
     Three attempts; the user weighs a right answer 1, low cost 1 and little time 0.5.
 

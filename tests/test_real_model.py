@@ -18,8 +18,8 @@ from nanorchestra.formats.load import load_model
 from nanorchestra.model import chat
 from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.lora import add_adapters
+from nanorchestra.training.grpo import as_group
 from nanorchestra.training.packing import number_samples
-from nanorchestra.training.samples import as_group
 from nanorchestra.training.trainer import Trainer
 from nanorchestra.training.warm_start import Demonstrations
 from train import supervised_update

@@ -22,11 +22,10 @@ from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import local
 from nanorchestra.settings import load_config
-from nanorchestra.training.advantages import group_advantages
 from nanorchestra.training.build import as_configured, build_engine, build_trainer, publish
 from nanorchestra.training.costs import GB, peak_flops
 from nanorchestra.training.distributed import Ranks
-from nanorchestra.training.objectives import Objective, objective_of
+from nanorchestra.training.grpo import Objective, group_advantages, objective_of
 from nanorchestra.training.packing import Group, Sample, number_samples
 from nanorchestra.training.plan import Setup, memory, peak
 from train import policy_update

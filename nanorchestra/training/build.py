@@ -20,7 +20,7 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Price
 from nanorchestra.settings import is_dry_run
 from nanorchestra.training.distributed import Ranks, shard_model
-from nanorchestra.training.trainer import Trainer, TrainerSettings
+from nanorchestra.training.trainer import Trainer
 
 SPARE_PAGES = 64
 
@@ -104,12 +104,10 @@ def build_trainer(
         vocab_limit=tokenizer.vocab_size,
         optimizer=config.warm_start.optimizer,
         ranks=ranks,
-        settings=TrainerSettings(
-            token_budget=config.grpo.token_budget,
-            activation_checkpointing=config.parallel.activation_checkpointing,
-            cpu_offload=config.parallel.cpu_offload,
-            dtype=dtype,
-        ),
+        token_budget=config.grpo.token_budget,
+        activation_checkpointing=config.parallel.activation_checkpointing,
+        cpu_offload=config.parallel.cpu_offload,
+        dtype=dtype,
     )
 
 

@@ -5,7 +5,6 @@ train.py has the updates themselves; this file has the parts that they are made 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,30 +16,23 @@ from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.sharded import is_sharded
 from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.distributed import Ranks, shard_model
+from nanorchestra.training.grpo import bounded_exp, kl_estimate
 from nanorchestra.training.logprobs import full_kl, token_logprobs
-from nanorchestra.training.objectives import bounded_exp, kl_estimate
 from nanorchestra.training.optimizers import build_optimizers
 from nanorchestra.training.packing import Group, MicroBatch, by_sample, divide, pack
 
 MAX_NORM = 1.0  # of the gradient, above which it is scaled down; the preset's largest was 0.22
 
 
-@dataclass(frozen=True)
-class TrainerSettings:
-    """Settings of a Trainer: its micro-batches, and what it keeps where."""
-
-    token_budget: int = 16384  # packed tokens of a micro-batch
-    activation_checkpointing: bool = False  # keep a layer's input only, recompute it in backward
-    cpu_offload: bool = False  # of a sharded model: weights and moments in host memory
-    dtype: torch.dtype = torch.float32  # of computing, in a sharded reference
-
-
 class Trainer:
     """A model, its optimizers and an optional frozen reference.
 
-    The model is plain, or sharded by distributed.shard_model over the same `ranks`. `vocab_limit`
-    is the number of ids that can be sampled. With LoRA the reference is the model itself, used
-    without its adapters. Nothing here is random.
+    The model is plain, or sharded by distributed.shard_model over the same `ranks`. vocab_limit:
+    ids that can be sampled. token_budget: packed tokens of a micro-batch. activation_checkpointing:
+    a layer's input alone is kept, and the rest computed again in backward. cpu_offload, of a
+    sharded model: weights and moments are in host memory; dtype: that of computing in its
+    reference. With LoRA the reference is the model itself, used without its adapters. Nothing here
+    is random.
     """
 
     def __init__(
@@ -50,15 +42,19 @@ class Trainer:
         vocab_limit: int,
         optimizer: str = "adamw",
         ranks: Ranks | None = None,
-        settings: TrainerSettings | None = None,
+        token_budget: int = 16384,
+        activation_checkpointing: bool = False,
+        cpu_offload: bool = False,
+        dtype: torch.dtype = torch.float32,
     ):
         self.model = model
         self.vocab_limit = vocab_limit
         self.ranks = ranks or Ranks(device=model.embed_tokens.weight.device)
-        self.settings = settings or TrainerSettings()
+        self.token_budget = token_budget
+        self.cpu_offload, self.dtype = cpu_offload, dtype
         self.reference: Qwen3 | None = None
         for block in model.layers:
-            block.recompute = self.settings.activation_checkpointing
+            block.recompute = activation_checkpointing
         self.optimizers = build_optimizers(model, optimizer)
 
     def micro_batches(self, groups: Sequence[Group]) -> list[MicroBatch]:
@@ -75,7 +71,7 @@ class Trainer:
                 pairs += length * (group.shared + length / 2)
             return group.tokens * costs.token_flops + pairs * costs.pair_flops
 
-        shares = divide(groups, self.ranks.world_size, self.settings.token_budget, flops)
+        shares = divide(groups, self.ranks.world_size, self.token_budget, flops)
         return [pack(batch, self.ranks.device) for batch in shares[self.ranks.rank]]
 
     def hidden(self, batch: MicroBatch) -> Tensor:
@@ -229,8 +225,7 @@ class Trainer:
             return self.model
         with torch.device("meta"):
             frozen = Qwen3(self.model.config).requires_grad_(False)
-            offload = self.settings.cpu_offload
-            shard_model(frozen, self.ranks, self.settings.dtype, cpu_offload=offload)
+            shard_model(frozen, self.ranks, self.dtype, cpu_offload=self.cpu_offload)
         frozen.to_empty(device=self.model.norm.device)
         frozen.load_state_dict(self.model.state_dict())
         return frozen

@@ -14,10 +14,10 @@ from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Trajectory, Turn
 from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.grpo import as_group
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.packing import Group
 from nanorchestra.training.run import Progress
-from nanorchestra.training.samples import as_group
 
 WARMUP_STEPS = 20
 HOLD = 0.5  # of the steps have the full learning rate: copying is learnt suddenly, sometimes late

@@ -19,9 +19,9 @@ from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors, save_c
 from nanorchestra.model.lora import adapters, add_adapters, disabled, reset, save_adapter
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.training.objectives import Objective
+from nanorchestra.training.grpo import Objective
 from nanorchestra.training.packing import Sample
-from nanorchestra.training.trainer import Trainer, TrainerSettings
+from nanorchestra.training.trainer import Trainer
 from train import policy_update, supervised_update
 
 SAMPLES = [
@@ -155,8 +155,7 @@ def test_peft_computes_the_same_from_the_base_and_the_adapter(model, tmp_path):
 
 def gradients(model, recompute):
     """The gradients of a policy step by name, and the largest |trainer - sampler|."""
-    settings = TrainerSettings(activation_checkpointing=recompute)
-    trainer, taken = Trainer(model, vocab_limit=690, settings=settings), {}
+    trainer, taken = Trainer(model, vocab_limit=690, activation_checkpointing=recompute), {}
 
     def take():
         parameters = model.named_parameters()

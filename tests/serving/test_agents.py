@@ -22,7 +22,7 @@ from nanorchestra.formats.load import load_rollout
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.serving.agent_rollout import played_by
 from nanorchestra.serving.agents import AgentFunction, load_agent
-from nanorchestra.training.samples import as_group, gave_answer, rewritten_share
+from nanorchestra.training.grpo import as_group, gave_answer, rewritten_share
 from nanorchestra.training.trajectories import contexts, from_row, to_row
 from worlds.agent_tasks import AgentTasks
 from worlds.miniature.world import Miniature

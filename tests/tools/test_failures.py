@@ -40,8 +40,7 @@ from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.replies import ReplyStore, in_attempt
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from nanorchestra.training.advantages import Advantage, group_advantages
-from nanorchestra.training.objectives import objective_of
+from nanorchestra.training.grpo import Advantage, group_advantages, objective_of
 from nanorchestra.training.trajectories import from_row, replay, to_row
 from reward import group_rewards
 from tools import LookupTool, PythonTool, load_tools

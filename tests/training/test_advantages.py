@@ -8,8 +8,7 @@ import random
 import pytest
 import torch
 
-from nanorchestra.training.advantages import Advantage, group_advantages
-from nanorchestra.training.objectives import OBJECTIVES, Objective
+from nanorchestra.training.grpo import OBJECTIVES, Advantage, Objective, group_advantages
 
 
 def advantages_of(rewards, answered=None, min_std=0.0, **settings):

@@ -32,9 +32,9 @@ from nanorchestra.tools.models import Endpoint
 from nanorchestra.training import distributed as module
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.distributed import Ranks, shard_model
-from nanorchestra.training.objectives import Objective
+from nanorchestra.training.grpo import Objective
 from nanorchestra.training.packing import Group, mini_batches, samples_in
-from nanorchestra.training.trainer import Trainer, TrainerSettings
+from nanorchestra.training.trainer import Trainer
 from train import policy_update, supervised_update
 
 VOCAB = 90
@@ -81,14 +81,16 @@ def make_trainer(
     for i, (_, adapter) in enumerate(adapters(model)):
         generator = torch.Generator().manual_seed(i)
         fill(adapter.lora_b, 0.1 * torch.randn(adapter.lora_b.shape, generator=generator))
-    settings = TrainerSettings(
+    return Trainer(
+        model,
+        vocab_limit=VOCAB - 6,
+        optimizer=optimizer,
+        ranks=ranks,
         token_budget=budget,
-        dtype=getattr(torch, dtype),
         activation_checkpointing=recompute,
         cpu_offload=offload,
+        dtype=getattr(torch, dtype),
     )
-    options = {"ranks": ranks, "optimizer": optimizer, "settings": settings}
-    return Trainer(model, vocab_limit=VOCAB - 6, **options)
 
 
 # The jobs of a rank. Each returns tensors that are alike on all ranks.

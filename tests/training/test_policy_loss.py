@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanorchestra.training.advantages import group_advantages
-from nanorchestra.training.objectives import OBJECTIVES, Objective, kl_estimate
+from nanorchestra.training.grpo import OBJECTIVES, Objective, group_advantages, kl_estimate
 from nanorchestra.training.packing import pack
 from train import policy_loss
 

@@ -12,7 +12,7 @@ from groups import grouped
 
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.training.costs import model_flops
-from nanorchestra.training.objectives import Objective
+from nanorchestra.training.grpo import Objective
 from nanorchestra.training.packing import (
     Group,
     Sample,
@@ -21,7 +21,7 @@ from nanorchestra.training.packing import (
     pack,
     samples_in,
 )
-from nanorchestra.training.trainer import Trainer, TrainerSettings, merge_updates
+from nanorchestra.training.trainer import Trainer, merge_updates
 from train import policy_update, supervised_update
 
 
@@ -69,7 +69,7 @@ def test_the_gradient_of_hidden_states_has_the_same_bits_on_several_threads():
 
 def gradients(model, groups, objective=None, vocab_limit=690, **settings):
     """The gradients of one policy update by name, without its step."""
-    trainer = Trainer(model, vocab_limit=vocab_limit, settings=TrainerSettings(**settings))
+    trainer = Trainer(model, vocab_limit=vocab_limit, **settings)
     taken = {}
 
     def take():
@@ -189,7 +189,7 @@ def test_an_update_returns_the_log_probabilities_before_it_and_the_mismatch(nano
     groups[0].samples[0].in_loss = [False] * len(groups[0].samples[0].ids)
     with torch.no_grad():
         expected = [alone(nano_model, s, 690, 0.7)[0].tolist() for s in samples_in(groups)]
-    trainer = Trainer(nano_model, vocab_limit=690, settings=TrainerSettings(token_budget=budget))
+    trainer = Trainer(nano_model, vocab_limit=690, token_budget=budget)
     update, logprobs = policy_update(trainer, groups, Objective(), 1e-2, temperature=0.7)
     gaps = []
     for sample, theirs in zip(samples_in(groups), expected, strict=True):
@@ -329,8 +329,7 @@ def test_numbers_are_read_from_the_device_once_a_step_not_once_a_micro_batch(
         monkeypatch.setattr(torch.Tensor, name, counted)
     counts = []
     for budget in (1, 10_000):
-        settings = TrainerSettings(token_budget=budget)
-        trainer = Trainer(nano_model, vocab_limit=690, settings=settings)
+        trainer = Trainer(nano_model, vocab_limit=690, token_budget=budget)
         trainer.prepare("adamw", True)
         groups = make_groups(2)
         batches = len(trainer.micro_batches(groups))
