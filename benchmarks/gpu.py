@@ -4,9 +4,8 @@
     python benchmarks/gpu.py --only decode grpo   parts whose name contains one of these
     python benchmarks/gpu.py --rehearse           all parts in small on the CPU
 
-It needs PyTorch, Triton, NumPy, safetensors, tokenizers and tqdm, and no network; the GRPO steps,
-which are train.py's own, need all of requirements.txt. A part runs in a process of its own with a
-limit on its time, so that a fault of the driver or too little memory ends that part alone.
+It needs what requirements-gpu.txt names, and no network. A part runs in a process of its own with
+a limit on its time, so that a fault of the driver or too little memory ends that part alone.
 
 The results are in DIR/gpu-CARD.json (DIR is runs/ by default), written after every part; those of
 parts that are not run again stay. Exit status 1 if a part has failed.
@@ -26,7 +25,6 @@ import time
 import traceback
 from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +33,6 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_parts import NotHereError, Part, write  # noqa: E402
 
-# What the parts import. vLLM is measured beside the project where it is.
-NEEDED = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tqdm")
 # Each part is a function in a module of gpu_parts. What all else rests on comes first.
 PARTS = {
     "pointwise": "kernels.pointwise",
@@ -61,10 +57,6 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     if options.part:
         return child(options.part, options.rehearse, options.file)
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        print(f"gpu.py: {', '.join(missing)} not installed; pip install them", file=sys.stderr)
-        return 2
     about_machine = machine(options.rehearse)
     if not about_machine:
         print("gpu.py: there is no GPU here; --rehearse runs in small on the CPU", file=sys.stderr)

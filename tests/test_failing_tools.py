@@ -86,7 +86,7 @@ def write_world(folder, url, answering):
         {"name": name, "kind": "role", "description": "d", "models": models}
         for name, models in roles.items()
     ]
-    web = {"name": "web", "kind": "web", "description": "d", "cache": str(folder / "cache")}
+    web = {"name": "web", "kind": "web", "description": "d"}
     tools.append(web | {"base_url": f"http://127.0.0.1:{closed_port()}", "timeout_s": 1.0})
     here = {"base_url": url, "timeout_s": 1.0}  # too short to ask a second time
     catalogue = {"endpoints": {"here": here}, "experts": models, "tools": tools}

@@ -97,18 +97,25 @@ class ModelRunner:
         self.use_graphs = weight.is_cuda
         self.capture_stream = None
         self._stream = None  # of the last launch
-        page = (config.num_hidden_layers, 1, kv_heads, page_size, config.head_dim)
-        self.kv_cache = torch.zeros(2, *page, dtype=weight.dtype, device=self.device)
+        self.kv_cache = self._zero_pages(1)
         if weight.is_cuda:
             torch.cuda.empty_cache()
             self.warm_up()  # compiles, and takes the memory of eager steps
         if num_pages is None:
-            num_pages = int(MEMORY_SHARE * free_memory(self.device) / self.kv_cache.nbytes)
-        self.kv_cache = self.kv_cache.repeat_interleave(max(1, num_pages), dim=2)
+            pages = MEMORY_SHARE * free_memory(self.device) / self.kv_cache.nbytes
+            num_pages = max(1, int(pages))
+        self.kv_cache = self._zero_pages(num_pages)
         if weight.is_cuda:
             self.capture_stream = torch.cuda.Stream()
             self.capture()  # each capture gives the memory that torch keeps back
             self.warm_up()
+
+    def _zero_pages(self, count) -> Tensor:
+        config, page_size = self.model.config, self._maker.page_size
+        kv_heads, dim = config.num_key_value_heads, config.head_dim
+        shape = (2, config.num_hidden_layers, count, kv_heads, page_size, dim)
+        dtype = self.model.embed_tokens.weight.dtype
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @property
     def num_pages(self) -> int:

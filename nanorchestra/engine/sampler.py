@@ -163,7 +163,7 @@ def staged(values: np.ndarray, device: torch.device) -> Tensor:
     torch does not use its memory again before such a copy has ended.
     """
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.pin_memory() if device.type == "cuda" and len(values) else tensor
 
 
 def _index(rows, device) -> Tensor:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import import_file
 from nanorchestra.schemas import Json
@@ -20,6 +22,12 @@ from nanorchestra.tools.threads import in_daemon
 
 MODEL = "policy"  # its name for agents
 CALLS_S = 3600.0  # that a function waits for its calls
+
+
+class Results(TypedDict):
+    """The reply to calls."""
+
+    results: list[Json]
 
 
 class AgentFailure(Exception):  # noqa: N818
@@ -49,7 +57,7 @@ class AttemptHandle:
         A call has "name" and "arguments", a result "content", "error", "cost_usd", "latency_s".
         """
         try:
-            reply, _ = post(f"{self.url}/calls", {"calls": calls}, {}, "", CALLS_S, requests=1)
+            reply, _ = post(f"{self.url}/calls", {"calls": calls}, Results, "", CALLS_S, requests=1)
         except EndpointError as error:
             raise AgentFailure(f"calls: {error}") from None
         return reply["results"]

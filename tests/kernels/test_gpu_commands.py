@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import re
-import subprocess
-import sys
 import time
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -138,32 +134,3 @@ def test_a_part_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch
     end = time.monotonic() + 20
     while status.exists() and "State:\tZ" not in status.read_text():
         assert time.monotonic() < end, "its own process goes on"
-
-
-@pytest.mark.slow
-def test_the_parts_need_nothing_that_a_machine_for_a_day_may_lack():
-    """Each module but that of the GRPO steps is imported where the other requirements cannot be."""
-
-    def plain(name: str) -> str:
-        return re.sub("[-_.]+", "-", name).lower()
-
-    hidden = set()
-    installed_with_torch = {"typing-extensions"}
-    for line in (gpu.ROOT / "requirements.txt").read_text().splitlines():
-        name = re.match(r"[\w.-]+", line)
-        if name and name[0] not in (*gpu.NEEDED, "typing_extensions"):  # torch brings it
-            hidden.add(plain(name[0]))
-    hidden -= installed_with_torch
-    absent = []
-    for module, owners in packages_distributions().items():
-        if hidden & set(map(plain, owners)):
-            absent.append(module)
-    assert {"tomli_w", "pydantic", "starlette", "faiss", "llguidance", "matplotlib"} <= set(absent)
-    code = f"import sys\nfor name in {absent}:\n    sys.modules[name] = None\n"
-    modules = {work.split(".")[0] for work in gpu.PARTS.values()} | {"interpreter"}
-    for module in sorted(modules - {"training"}):
-        code += f"import benchmarks.gpu_parts.{module}\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
