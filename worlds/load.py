@@ -5,23 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanorchestra.agent.world import World
-from nanorchestra.config import DRAWN, TaskSection
+from nanorchestra.config import TaskSection
 from nanorchestra.errors import require
 from nanorchestra.files import read_toml
 from nanorchestra.model.checkpoint import NANO
-from nanorchestra.records import Preference
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from tools import load_tools
-from worlds import agent_tasks, questions
+from worlds import agent_tasks, preferences, questions
 from worlds.miniature.world import Miniature
 from worlds.mixture import Mixture
 from worlds.toolscale import dataset
 from worlds.toolscale.small import small_world
 from worlds.user_world import load_user_world
-from worlds.wording import worded
 
 
 def open_world(
@@ -141,9 +139,7 @@ def _open(name, settings, seed, sandbox, spending) -> World:
         models = {
             tool.expert.model: tool.expert for tool in offered if isinstance(tool, ExpertTool)
         }
-    preference = None
-    if settings.preference != DRAWN:
-        preference = worded(Preference.parse(settings.preference, "task.preference"))
+    preference = preferences.of_setting(settings.preference)
     return dataset.load_world(name, seed, dataset.Models(user, judge, models), preference)
 
 

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.world import Lesson, Split
-from nanorchestra.config import DRAWN, TaskSection
+from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines
 from nanorchestra.records import Bounds, Preference, Task, ToolCall
@@ -36,7 +36,6 @@ from nanorchestra.tools.tool import Allowance, RefusedError, Tool, all_ban_names
 from nanorchestra.validation import Text, validated
 from worlds import catalogue, preferences
 from worlds.judge import grade
-from worlds.wording import worded
 
 PREFIX = "questions:"
 NAMES = {  # of a row's fields in public data sets
@@ -265,9 +264,8 @@ def load_world(
     file = Path(name.removeprefix(PREFIX))
     require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
     names, ban_names = catalogue.names_of(tools), all_ban_names(tools)
-    preference = None
-    if settings.preference != DRAWN:
-        preference = worded(Preference.parse(settings.preference, "task.preference"))
+    preference = preferences.of_setting(settings.preference)
+    if preference:
         preference.check_names("task.preference", names, ban_names)
     splits = {"train": [], HELD_OUT: []}
     strangers = Counter()
@@ -282,7 +280,7 @@ def load_world(
             weights = row.preference.tools
             strangers.update(weights.keys() - {*names})
             known = {name: weight for name, weight in weights.items() if name in names}
-            row = replace(row, preference=worded(replace(row.preference, tools=known)))
+            row = replace(row, preference=preferences.worded(replace(row.preference, tools=known)))
             row.preference.check_names(f"{file}: question {row.id}", names, ban_names)
         digest = hashlib.sha256(row.question.encode()).digest()
         splits["train" if int.from_bytes(digest[:4]) % EVERY else HELD_OUT].append(row)

@@ -35,7 +35,7 @@ from worlds.load import knows_only_miniature
 from worlds.miniature.ask import EXAMPLES, LINE_UP, OutsideError, as_task
 from worlds.miniature.offers import is_expert
 from worlds.miniature.world import Miniature
-from worlds.wording import worded
+from worlds.preferences import worded
 
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 SEARCH = "Finds passages of documents for a query of a few words."

@@ -31,7 +31,7 @@ from nanorchestra.records import Bounds, Preference, Task
 from nanorchestra.tools.functions import FunctionTool, is_within, tool
 from nanorchestra.validation import Number, Text, validated
 from worlds.judge import grade
-from worlds.wording import worded
+from worlds.preferences import worded
 
 RESERVED = ("reset", "reward")  # methods that are no tools
 Most = Annotated[Number, Field(ge=0)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanorchestra.records import Preference
-from worlds.wording import tool_words, worded, words_for
+from worlds.preferences import tool_words, worded, words_for
 
 
 def test_weights_become_words():
