@@ -10,19 +10,17 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nanorchestra.agent.context import Prompt
-from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.loop import Attempt, Rollout
 from nanorchestra.config import RolloutSection
 from nanorchestra.engine.sequence import Completion, OnToken
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
-from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
+from nanorchestra.records import ParsedTurn, Price, ToolCall
 from nanorchestra.schemas import Json, bounded_json
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
 from nanorchestra.tools.replies import Reply
@@ -66,29 +64,21 @@ class EndpointRollout(Rollout):
 
     def open(self, attempt: Attempt, prompt: Prompt) -> EndpointConversation:
         """Opens a conversation that begins with the messages of a prompt."""
-        return EndpointConversation(
-            self,
-            attempt.trajectory,
-            attempt.user_limits,
-            list(prompt.messages),
-            attempt.env.tools,
-            attempt.counted,
-        )
+        return EndpointConversation(self, attempt, list(prompt.messages))
 
 
 @dataclass
 class EndpointConversation:
-    """An attempt as the endpoint knows it: every request carries the whole conversation.
-
-    `counted` are the tokens of all its requests, "read" and "written", as the server counts them.
-    """
+    """An attempt as the endpoint knows it: every request carries the whole conversation."""
 
     rollout: EndpointRollout
-    trajectory: Trajectory
-    user: UserLimits
+    attempt: Attempt
     messages: list[Json]
-    tools: list[Json]
-    counted: Counter[str]
+
+    @property
+    def tools(self) -> list[Json]:
+        """The tools of the attempt."""
+        return self.attempt.env.tools
 
     def prices(self) -> tuple[float, float]:
         """Returns the most US dollars of the next request, and those of each token it asks for."""
@@ -121,17 +111,18 @@ class EndpointConversation:
         finish_reason "error": there is none, and `text` says why. "length" without ids: the user's
         time is over. `on_token` gets the ids when the whole turn has come.
         """
-        server = self.rollout.server
-        server = replace(server, timeout_s=min(self.user.seconds_left(), server.timeout_s))
+        server, user = self.rollout.server, self.attempt.user_limits
+        server = replace(server, timeout_s=min(user.seconds_left(), server.timeout_s))
         max_tokens = params["max_completion_tokens"]
         body = self._request(params)
         reply, usd = await in_thread(self._ask, server, body, self._most_tokens(), max_tokens)
-        self.trajectory.cost_usd += usd
-        self.trajectory.latency_s += reply.seconds
+        t = self.attempt.trajectory
+        t.cost_usd += usd
+        t.latency_s += reply.seconds
         read_tokens, written = reply.tokens
-        self.counted.update(read=read_tokens, written=written)
+        self.attempt.counted.update(read=read_tokens, written=written)
         if reply.problem:
-            if self.user.seconds_left() <= 0:
+            if user.seconds_left() <= 0:
                 return _completion([], "length")
             who = f"{params['model']} at {server.base_url}"
             return _completion([], "error", f"Error: {who} failed ({reply.problem})")
@@ -177,27 +168,15 @@ class EndpointConversation:
         if parsed.reasoning:
             field = "reasoning" if message.get("reasoning") else "reasoning_content"
             turn[field] = parsed.reasoning
-        names = self._call_names(message.get("tool_calls") or (), len(parsed.calls))
         calls = []
-        for name, call in zip(names, parsed.calls, strict=True):
-            # No server takes arguments of no object.
+        for number, call in enumerate(parsed.calls):
+            # No server takes arguments of no object; nine letters and digits suit all as an id.
             function = {"name": call.name or "unknown", "arguments": json.dumps(call.arguments)}
+            name = f"call{len(self.messages):03}{number:02}"
             calls.append({"id": name, "type": "function", "function": function})
         if calls:
             turn["tool_calls"] = calls
         self.messages.append(turn)
-
-    def _call_names(self, calls: list[Json], count: int) -> list[str]:
-        """Returns the ids of the `count` calls of a message.
-
-        They are the server's own, by which it may wait for the results, if each is new; else nine
-        letters and digits, which suit all servers.
-        """
-        names = [call.get("id") for call in calls]
-        before = {call["id"] for each in self.messages for call in each.get("tool_calls", ())}
-        if len(names) == count == len({*filter(None, names)} - before):
-            return names
-        return [f"call{len(self.messages):03}{k:02}" for k in range(count)]
 
 
 def read(message: Json) -> ParsedTurn:
