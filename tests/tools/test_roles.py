@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from asyncio import CancelledError
 
 import pytest
 
@@ -11,14 +13,15 @@ from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.roles import RoleTool, final_answer
 from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.threads import in_thread
 from nanorchestra.tools.tool import Tool
 
 
 class Scripted(Expert):
-    text = ""
+    text, usd = "", 0.25
 
     def _ask(self, text, name):
-        return ToolResult(Scripted.text)
+        return ToolResult(Scripted.text, Scripted.usd)
 
 
 class Recorder(Tool):
@@ -79,3 +82,18 @@ def test_a_reply_of_any_length_is_read_in_linear_time(ask):
                 for role in ("search", "enhance_reasoning", "answer"):
                     ask(role, begin + noise + end)
         assert time.monotonic() - start < 2.0, part
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), KeyboardInterrupt(), CancelledError()])
+def test_whatever_a_helper_raises_the_expert_is_billed(nano_tokenizer, error):
+    class Raising(Recorder):
+        def call(self, arguments):
+            raise error
+
+    expert = Scripted("e", Endpoint(""), "m", Price(0, 0), Spending())
+    Scripted.text = "<query>atomic number of gold</query>"
+    evidence = Evidence("question?", tokenizer=nano_tokenizer)
+    role = RoleTool("search", "d", {"e": expert}, [Raising()], evidence=evidence)
+    result = asyncio.run(in_thread(role.call, {"model": "e"}))
+    assert result.error and type(error).__name__ in result.content
+    assert result.cost_usd == Scripted.usd > 0

@@ -17,6 +17,7 @@ from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolCall
 from nanorchestra.tools.http import EndpointError
+from nanorchestra.tools.models import Expert
 from nanorchestra.tools.tool import Allowance, RefusedError
 from worlds.load import open_world
 from worlds.toolscale.dataset import load_world
@@ -261,7 +262,11 @@ def test_the_user_and_the_judge_may_be_language_models(cinema, nano_tokenizer, c
         env.score("")
 
 
-def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue):
+def raising(expert, text, name):
+    raise asyncio.CancelledError
+
+
+def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue, monkeypatch):
     usd = {"input_tokens_per_million": 2.0, "output_tokens_per_million": 4.0}
     behind = {"expert-1": "m", "expert-2": "absent"}
     prices = {"m": usd, "absent": usd}
@@ -285,6 +290,9 @@ def test_real_experts_do_a_turn_and_a_failing_one_does_nothing(cinema, catalogue
     server.status = 400
     before = list(env.history)
     assert call(env, "call_expert", expert="expert-1").error and env.history == before
+    monkeypatch.setattr(Expert, "ask", raising)
+    result = call(env, "call_expert", expert="expert-1")
+    assert "CancelledError" in result.content and env.history == before, "of a client in its thread"
     asked = len(server.bodies)
     for ban in ("expert-1", "m", "Call expert", "expert", "proprietary"):
         allowance = Allowance(never=[ban])
