@@ -27,12 +27,13 @@ HOSTILE = [
     {"allOf": [{"type": "integer", "multipleOf": p} for p in (7, 11, 13, 17, 19, 23, 29)]},
     {"type": "integer", "multipleOf": 2_000_003},
     {"type": "number", "multipleOf": 12345.678},
-    {"type": "object", "properties": {f"p{i}": {} for i in range(20_000)}},
+    {"properties": {f"p{i}": {"type": "integer", "multipleOf": 99_990 - i} for i in range(12)}},
+    {"type": "object", "properties": {f"p{i}": {} for i in range(5_000)}},
 ]
 SLOW = [  # compiled, or refused by llguidance, within seconds
     {"allOf": PATTERNS[:12]},
     {"const": "x" * 100_000},
-    {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}},
+    {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}},
 ]
 INNOCENT = [
     {"const": 1},

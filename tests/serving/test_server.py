@@ -114,7 +114,7 @@ CHATS = [
     ({"response_format": form({"type": "nonsense"})}, "schema: "),
     ({"response_format": form(SELF)}, "schema: no JSON fits"),
     ({"response_format": form(COSTLY)}, "schema: it has 20 patterns"),
-    ({"response_format": form(LARGE)}, "schema: multipleOf: 100,000 at most"),
+    ({"response_format": form(LARGE)}, "schema: multipleOf: 100,000 in sum"),
     (
         {"content": "babble", "seed": 0, "response_format": form(OPTIONAL)},
         "schema: Parser Error: Current row has",
