@@ -3,7 +3,7 @@
 How a new tool reaches the model, in worlds that run calls by `ToolEnvironment` (questions, the
 miniature, and serve.py with `--tools`; a ToolScale task has tools of another form, data that
 worlds/toolscale/program.py interprets):
-1. Write the class here, as a `Tool` (nanorchestra/tools/tool.py): a name, a kind, a description,
+1. Write the class here, as a `Tool` (nanorchestra/agent/tool.py): a name, a kind, a description,
    the JSON schema `parameters` of its arguments, `blocking` (True if a call waits), and
    `call(arguments) -> ToolResult`, the observation with its cost and latency. A call that cannot be
    run costs nothing. Prices, or `most_usd`, say the most that a call can cost.
@@ -37,15 +37,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nanorchestra.agent.failures import EndpointError, failed
+from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import ArgumentParser, UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, schema_fault
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.entries import KINDS, Address, EndpointEntry, ExpertEntry, File
-from nanorchestra.tools.failures import failed
 from nanorchestra.tools.functions import load_functions, tool
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, RemoteIndex
 from nanorchestra.tools.models import (
     SERVED,
@@ -61,7 +61,6 @@ from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.simulated import SimulatedExpert, Skill
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.tables import RecordsTool
-from nanorchestra.tools.tool import Tool
 from nanorchestra.validation import validated
 
 __all__ = ["RecordsTool", "SimulatedExpert", "Skill", "ToolResult", "load_tools", "tool"]

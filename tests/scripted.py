@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import Rollout
+from nanorchestra.agent.tool import Allowance, RefusedError, Tool, refused
 from nanorchestra.config import RolloutSection
 from nanorchestra.records import Preference, Price, Task, ToolResult
-from nanorchestra.tools.tool import Allowance, RefusedError, Tool, refused
 
 SETTINGS = RolloutSection(turn_tokens=512, context_tokens=2048)
 ANSWER = "<think>\nt\n</think>\n\n42<|im_end|>"

@@ -16,18 +16,17 @@ ROOT_FILES = {"nanorchestra"}
 BELOW = {
     "kernels": set(),
     "nanorchestra": set(),
-    "nanorchestra.tools": ROOT_FILES | {"nanorchestra.model"},
     "nanorchestra.report": ROOT_FILES,
     "nanorchestra.model": ROOT_FILES | {"kernels"},
 }
 BELOW["nanorchestra.engine"] = BELOW["nanorchestra.model"] | {"nanorchestra.model"}
-BELOW["nanorchestra.agent"] = BELOW["nanorchestra.engine"] | {
-    "nanorchestra.engine",
+BELOW["nanorchestra.agent"] = BELOW["nanorchestra.engine"] | {"nanorchestra.engine"}
+BELOW["nanorchestra.formats"] = BELOW["nanorchestra.agent"] | {
+    "nanorchestra.agent",
     "nanorchestra.tools",
 }
-BELOW["nanorchestra.formats"] = BELOW["nanorchestra.agent"] | {"nanorchestra.agent"}
-BELOW["nanorchestra.tools"] |= {"nanorchestra.formats"}
-BELOW["nanorchestra.serving"] = BELOW["nanorchestra.agent"] | {"nanorchestra.agent"}
+BELOW["nanorchestra.tools"] = BELOW["nanorchestra.formats"] | {"nanorchestra.formats"}
+BELOW["nanorchestra.serving"] = BELOW["nanorchestra.formats"]
 BELOW["nanorchestra.training"] = BELOW["nanorchestra.agent"] | {
     "nanorchestra.agent",
     "nanorchestra.report",
@@ -126,8 +125,8 @@ def test_imports_point_down(module):
             assert there == here or there in BELOW[here], f"{module} imports {imported}"
 
 
-def test_the_core_never_reaches_the_doors():
-    """What the core imports, and what that imports, has no file of formats/."""
+def test_the_core_never_reaches_what_is_around_it():
+    """What the core imports, and what that imports, has no file of formats/, tools/, serving/."""
     waiting = [module for module in FILES if place(module) in CORE]
     reached = set(waiting)
     while waiting:
@@ -135,7 +134,8 @@ def test_the_core_never_reaches_the_doors():
             if imported in FILES and imported not in reached:
                 reached.add(imported)
                 waiting.append(imported)
-    assert not [module for module in reached if place(module) == "nanorchestra.formats"]
+    around = {"nanorchestra.formats", "nanorchestra.tools", "nanorchestra.serving", "worlds"}
+    assert not [module for module in reached if place(module) in around]
 
 
 def test_there_is_no_circle_of_imports():

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from openai_server import openai_server, said
 
+from nanorchestra.agent.tool import Allowance, RefusedError
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import argument_error
 from nanorchestra.tools import models
-from nanorchestra.tools.tool import Allowance, RefusedError
 from tools import RecordsTool, load_tools, tool
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
+from nanorchestra.agent.tool import Tool
 from nanorchestra.records import Price, Task, ToolResult, banned
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import count_tokens
@@ -16,7 +17,6 @@ from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
 from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.spending import Spending
-from nanorchestra.tools.tool import Tool
 from worlds.miniature.names import draw_names
 from worlds.toolscale.offers import DESCRIPTIONS, SCHEDULES, describe, scheduled
 

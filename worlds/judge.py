@@ -9,8 +9,8 @@ import re
 import unicodedata
 from decimal import Decimal
 
+from nanorchestra.agent.tool import Tool
 from nanorchestra.tools.roles import final_answer
-from nanorchestra.tools.tool import Tool
 from worlds.toolscale.model_user import ask
 
 MOST_WORDS = 500  # of an answer; a longer one is wrong, as published

@@ -25,6 +25,7 @@ from pydantic import StrictFloat, StrictInt
 from typing_extensions import TypedDict
 
 from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.agent.tool import Allowance, RefusedError, Tool, all_ban_names, refused
 from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError, require
@@ -32,7 +33,6 @@ from nanorchestra.files import read_json_lines
 from nanorchestra.records import Bounds, Preference, Task, ToolCall
 from nanorchestra.schemas import Json, argument_error, whole_characters
 from nanorchestra.tools.models import ExpertTool
-from nanorchestra.tools.tool import Allowance, RefusedError, Tool, all_ban_names, refused
 from nanorchestra.validation import Text, validated
 from worlds import catalogue, preferences
 from worlds.judge import grade

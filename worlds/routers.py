@@ -23,12 +23,12 @@ import numpy as np
 
 from nanorchestra.agent.environment import Environment, score_answer
 from nanorchestra.agent.limits import UserLimits
+from nanorchestra.agent.numbering import in_attempt
 from nanorchestra.agent.world import World
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.schemas import Json
-from nanorchestra.tools.replies import in_attempt
 from nanorchestra.tools.roles import final_answer
 from reward import task_rewards
 from tools import Skill

@@ -15,6 +15,7 @@ from typing import TextIO
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import Rollout
+from nanorchestra.agent.tool import Tool, all_ban_names
 from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import append_line, read_json_lines
 from nanorchestra.model.tokenizer import Tokenizer
@@ -27,7 +28,6 @@ from nanorchestra.serving.transcript import Transcript
 from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from nanorchestra.tools.tool import Tool, all_ban_names
 from nanorchestra.training.trajectories import from_row, replay, to_row
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import as_listed, names_of, reached

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from nanorchestra.agent.environment import ANSWER, Environment
+from nanorchestra.agent.tool import shortened
 from nanorchestra.config import RolloutSection
 from nanorchestra.evidence import EvidenceBudget
 from nanorchestra.model import chat
 from nanorchestra.records import RESULT_WORDS, ToolCall, ToolResult, Turn
 from nanorchestra.schemas import Json
-from nanorchestra.tools.tool import shortened
 
 SYSTEM = {"role": "system", "content": "You are good at using tools."}
 ASK = "Choose an appropriate tool."

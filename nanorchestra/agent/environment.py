@@ -1,19 +1,18 @@
 """The environment of an attempt: first messages, tools, the execution of calls, the score.
 
 `ToolEnvironment` is the one most worlds need: tools, a question and a grade for the answer. The way
-of a call is in tools/tool.py.
+of a call is in tool.py.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from nanorchestra.agent.failures import EndpointError, is_infrastructure
+from nanorchestra.agent.tool import Allowance, PreparedCall, Tool, prepare, refused
 from nanorchestra.errors import WorldError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Task, ToolCall, ToolResult, Trajectory
 from nanorchestra.schemas import Json
-from nanorchestra.tools.failures import is_infrastructure
-from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.tool import Allowance, PreparedCall, Tool, prepare, refused
 
 ANSWER = "answer"  # kind of a tool that gives the final answer
 

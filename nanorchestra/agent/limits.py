@@ -1,7 +1,7 @@
 """What an attempt may spend: the user's US dollars and seconds, whatever the policy writes.
 
 `UserLimits` counts what an attempt has spent, its own tokens included, and runs the calls of a turn
-within what is left. Each call gets an `Allowance` (tools/tool.py), under which it is made smaller
+within what is left. Each call gets an `Allowance` (tool.py), under which it is made smaller
 or refused. No torch.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanorchestra.agent.environment import Environment
+from nanorchestra.agent.numbering import REQUESTS, RequestCounts, side_by_side
+from nanorchestra.agent.tool import Allowance, PreparedCall, RefusedError, refused
 from nanorchestra.records import Price, ToolCall, ToolResult, Trajectory
-from nanorchestra.tools.replies import REQUESTS, RequestCounts, side_by_side
-from nanorchestra.tools.tool import Allowance, PreparedCall, RefusedError, refused
 
 SECONDS_PER_TOKEN = 0.01  # latency of a sampled id of the policy
 ANSWER_SHARE = 0.1  # of the user's dollars and seconds, which calls leave for reading and answering

@@ -20,13 +20,13 @@ from typing import Any, Protocol
 from nanorchestra.agent.context import Prompt, context_of
 from nanorchestra.agent.environment import ANSWER, Environment, score_answer
 from nanorchestra.agent.limits import SECONDS_PER_TOKEN, UserLimits
+from nanorchestra.agent.numbering import in_attempt
+from nanorchestra.agent.threads import in_thread
 from nanorchestra.config import RolloutSection
 from nanorchestra.engine.sequence import Completion, OnToken
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.model import chat
 from nanorchestra.records import ParsedTurn, Price, ToolResult, Trajectory, Turn
-from nanorchestra.tools.replies import in_attempt
-from nanorchestra.tools.threads import in_thread
 
 # ("start", Trajectory), ("text", deltas of a turn), ("turn", its last deltas), ("results", Turn)
 OnEvent = Callable[[str, Any], None]

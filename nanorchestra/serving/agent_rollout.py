@@ -29,6 +29,7 @@ from typing_extensions import TypedDict
 from nanorchestra.agent.context import Prompt
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, OnEvent, Pump, Rollout
+from nanorchestra.agent.numbering import REQUESTS
 from nanorchestra.engine.sequence import Completion
 from nanorchestra.errors import require
 from nanorchestra.model import chat
@@ -45,7 +46,6 @@ from nanorchestra.serving.bodies import Body
 from nanorchestra.serving.http import CHAT, Credentials, answer, list_of_models, refuse
 from nanorchestra.serving.listening import address, application, listen
 from nanorchestra.serving.protocol import ChatRequest, Choice, require_values, usage
-from nanorchestra.tools.replies import REQUESTS
 
 Sampled = tuple[Completion, ParsedTurn]  # a turn
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from nanorchestra.agent.failures import EndpointError
+from nanorchestra.agent.threads import in_daemon
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import import_file
 from nanorchestra.schemas import Json
-from nanorchestra.tools.http import EndpointError, post
-from nanorchestra.tools.threads import in_daemon
+from nanorchestra.tools.http import post
 
 MODEL = "policy"  # its name for agents
 CALLS_S = 3600.0  # that a function waits for its calls

@@ -15,6 +15,7 @@ from typing import Any
 
 from nanorchestra.agent.context import Prompt
 from nanorchestra.agent.loop import Attempt, Rollout
+from nanorchestra.agent.threads import in_thread
 from nanorchestra.config import RolloutSection
 from nanorchestra.engine.sequence import Completion, OnToken
 from nanorchestra.errors import require
@@ -25,7 +26,6 @@ from nanorchestra.schemas import Json, bounded_json
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
-from nanorchestra.tools.threads import in_thread
 
 
 class EndpointRollout(Rollout):

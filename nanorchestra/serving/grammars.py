@@ -10,11 +10,11 @@ from fractions import Fraction
 
 from starlette.exceptions import HTTPException
 
+from nanorchestra.agent.threads import in_thread
 from nanorchestra.engine.guide import Form, Guide
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.schemas import Json, levels
-from nanorchestra.tools.threads import in_thread
 
 WAITING = 16  # grammars that may wait to be compiled
 COMPILE_S = 30.0  # in which a grammar is waited for, the tokenizer of the first one included

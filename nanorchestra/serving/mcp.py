@@ -29,13 +29,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanorchestra.agent.loop import Rollout
+from nanorchestra.agent.threads import in_daemon
 from nanorchestra.errors import UserError
 from nanorchestra.records import Limit
 from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.serving.orchestrate import REPORTED, MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import ChatRequest, Names, Words
 from nanorchestra.serving.service import REQUEST_S, Service
-from nanorchestra.tools.threads import in_daemon
 from nanorchestra.validation import validated
 
 TOOL = "ask"

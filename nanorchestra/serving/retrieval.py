@@ -22,6 +22,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
 
+from nanorchestra.agent.threads import in_thread
 from nanorchestra.serving.bodies import Body, Whole
 from nanorchestra.serving.listening import (
     address,
@@ -31,7 +32,6 @@ from nanorchestra.serving.listening import (
     status_and_line,
 )
 from nanorchestra.tools.index import Index, Passage
-from nanorchestra.tools.threads import in_thread
 
 MOST_BYTES = 128 << 10  # of a body; a query of QUERY_CHARS has 96 KB at most
 MOST_WAITING = 512  # queries; more are told to come again

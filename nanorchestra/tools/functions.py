@@ -32,15 +32,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, validate_call
 
+from nanorchestra.agent.failures import EndpointError, is_infrastructure
+from nanorchestra.agent.threads import in_daemon
+from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.entries import Decorated
-from nanorchestra.tools.failures import is_infrastructure
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.spending import Spending
-from nanorchestra.tools.threads import in_daemon
-from nanorchestra.tools.tool import Tool
 from nanorchestra.validation import validated
 
 FUNCTION = "function"  # a kind that works for no role

@@ -25,13 +25,13 @@ from requests import Request, Session
 from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
+from nanorchestra.agent.failures import EndpointError, is_temporary
+from nanorchestra.agent.threads import in_daemon
 from nanorchestra.errors import UserError
 from nanorchestra.schemas import Json, bounded_json
-from nanorchestra.tools.threads import in_daemon
 from nanorchestra.validation import Form, validated
 
 REQUESTS = 3
-RETRIED = (408, 409, 429)  # and every status from 500
 BAD_REQUEST = (400, 413, 422)  # the request is at fault: too long, or not accepted
 CONNECT_S = 10.0  # for each address of a host, and for its TLS handshake
 MOST_BYTES = 8 << 20  # of a reply
@@ -41,30 +41,6 @@ MESSAGE = re.compile(r'"(?:message|detail|error)"\s*:\s*("(?:[^"\\]|\\.)+")')
 BYTES_PER_TOKEN = 3  # of text whose tokens are not known; rather too many tokens than too few
 
 logging.getLogger("urllib3").setLevel(logging.CRITICAL)  # what a server does wrong is an error
-
-
-class EndpointError(Exception):
-    """A server has not answered as it should, after all attempts; the message never has the key.
-
-    `bad_request` says that the server refuses this request itself, so that its text is at
-    fault; else the infrastructure is. `received` is the text of a reply that was begun, "" of
-    one that is late, None if there is nothing to bill; `tokens` are those of a language model that
-    has worked for it.
-    `spent` are the requests that were repeated, the seconds of all, and how many of these passed
-    before the last request. A request may be repeated after `wait` seconds; None: it is no use.
-    """
-
-    tokens, spent = (0, 0), (0, 0.0, 0.0)
-
-    def __init__(
-        self,
-        problem: str,
-        received: str | None = None,
-        wait: float | None = None,
-        bad_request: bool = False,
-    ):
-        super().__init__(problem)
-        self.received, self.wait, self.bad_request = received, wait, bad_request
 
 
 def post(
@@ -120,11 +96,6 @@ def post(
     if error.received is not None:
         error.tokens = count_tokens(sent), count_tokens(error.received)
     raise error
-
-
-def is_temporary(status: int) -> bool:
-    """Returns whether an HTTP status says that the same request may be accepted later."""
-    return status in RETRIED or status >= 500
 
 
 def secret(variable: str) -> str:

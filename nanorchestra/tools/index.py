@@ -19,11 +19,12 @@ import faiss
 import torch
 from typing_extensions import TypedDict
 
+from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import whole_characters
 from nanorchestra.tools.devices import current
 from nanorchestra.tools.embed import Embedder
-from nanorchestra.tools.http import EndpointError, post
+from nanorchestra.tools.http import post
 
 TABLE = "CREATE VIRTUAL TABLE passages USING fts5(text, source UNINDEXED)"
 INSERT = "INSERT INTO passages VALUES (?, ?)"

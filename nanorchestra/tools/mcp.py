@@ -30,14 +30,14 @@ from mcp import Client, MCPError, types
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
+from nanorchestra.agent.failures import failed
+from nanorchestra.agent.threads import abandoned
+from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json
-from nanorchestra.tools.failures import failed
 from nanorchestra.tools.http import CONNECT_S, SECRET_CHARS, masked, secret
 from nanorchestra.tools.spending import Spending
-from nanorchestra.tools.threads import abandoned
-from nanorchestra.tools.tool import Tool
 
 START_S = 60.0  # for a server to start and to list its tools; npx and uvx may install it first
 PROBE_S = 5.0  # for a server to list its tools again, after a call that took too long

@@ -18,15 +18,15 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from nanorchestra.agent.failures import EndpointError, failed
+from nanorchestra.agent.tool import Allowance, Tool
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.failures import failed
-from nanorchestra.tools.http import REQUESTS, EndpointError, count_tokens, post, secret
+from nanorchestra.tools.http import REQUESTS, count_tokens, post, secret
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
-from nanorchestra.tools.tool import Allowance, Tool
 
 TIMEOUT_S = 600.0  # of a call
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most

@@ -9,18 +9,16 @@ reply an attempt reads is a function of its seed, never of timing. No key reache
 import hashlib
 import json
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nanorchestra.agent.failures import EndpointError
+from nanorchestra.agent.numbering import REQUESTS, RequestCounts
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.schemas import Json
-from nanorchestra.tools.http import EndpointError
 
 SHARED = "shared"  # the one reply to all equal requests, where nothing is sampled
 FAILED = "failed"  # how the name of a failure ends
@@ -71,61 +69,6 @@ class Reply:
 
 class ReplayError(UserError):
     """A reply is not recorded, so the run cannot be what was recorded."""
-
-
-@dataclass
-class RequestCounts:
-    """Numbers an attempt's requests: the k-th that is equal to earlier ones has the number k.
-
-    `place` tells equal calls of one turn apart, which run side by side.
-    """
-
-    seed: int
-    place: str = ""
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def next(self, key: str) -> str:
-        """Returns the name of the reply to a request with this digest."""
-        k = self.counts[key]
-        self.counts[key] += 1
-        return f"{self.seed}{self.place}-{k}"
-
-
-# Those of the attempt that is played.
-REQUESTS: ContextVar[RequestCounts | None] = ContextVar("REQUESTS", default=None)
-
-
-@contextmanager
-def in_attempt(seed: int) -> Iterator[None]:
-    """Marks what runs inside as an attempt with this seed, or as a part of the attempt it is in."""
-    if REQUESTS.get():
-        yield
-        return
-    token = REQUESTS.set(RequestCounts(seed))
-    try:
-        yield
-    finally:
-        REQUESTS.reset(token)
-
-
-@contextmanager
-def side_by_side(calls: Sequence[Any]) -> Iterator[list[RequestCounts | None]]:
-    """Yields the counts of each of a turn's calls, which run at once and so may not share them.
-
-    Equal calls have places of their own. Afterwards the attempt counts on from the highest number.
-    """
-    counts = REQUESTS.get()
-    if counts is None:
-        yield [None] * len(calls)
-        return
-    branches = []
-    for number, call in enumerate(calls):
-        equal = list(calls[:number]).count(call)
-        place = counts.place + (f".{equal}" if equal else "")
-        branches.append(RequestCounts(counts.seed, place, Counter(counts.counts)))
-    yield branches
-    for branch in branches:
-        counts.counts |= branch.counts
 
 
 class ReplyStore:

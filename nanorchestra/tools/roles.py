@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from nanorchestra.agent.tool import Allowance, RefusedError, Tool, observed
 from nanorchestra.evidence import Evidence, EvidenceBudget
 from nanorchestra.records import RESULT_WORDS, ToolResult, banned, part
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.models import Expert
-from nanorchestra.tools.tool import Allowance, RefusedError, Tool, observed
 
 CODE = (
     "Do not answer the question. Write Python code, complete in itself, that works out or checks "

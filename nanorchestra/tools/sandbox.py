@@ -42,8 +42,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nanorchestra.agent.threads import abandoned
 from nanorchestra.errors import UserError
-from nanorchestra.tools.threads import abandoned
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 LIBRARIES = json.loads(CHILD.with_name("sandbox.json").read_text())["libraries"]

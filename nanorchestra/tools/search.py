@@ -10,13 +10,13 @@ from typing import Required
 
 from typing_extensions import TypedDict
 
+from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import post
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
-from nanorchestra.tools.tool import Tool
 
 TAVILY = "https://api.tavily.com"
 KEY_VARIABLE = "TAVILY_API_KEY"

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from nanorchestra.agent.tool import Tool
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.tool import Tool
 
 Reply = TypeVar("Reply")
 Range = tuple[float, float]  # the least and the greatest factor, between which one is drawn

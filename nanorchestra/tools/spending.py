@@ -14,11 +14,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.replies import ReplayError, Reply, ReplyStore
 
 WAIT_S = 600.0  # for the same call of a tool, that is made already

@@ -3,9 +3,9 @@
 import json
 from dataclasses import dataclass
 
+from nanorchestra.agent.tool import Tool
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.tool import Tool
 
 
 @dataclass

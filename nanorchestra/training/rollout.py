@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from nanorchestra.agent.attempts import Player, play
 from nanorchestra.agent.world import Split, World
 from nanorchestra.errors import require
 from nanorchestra.records import Task, Trajectory
-from nanorchestra.tools.spending import Spending
 from nanorchestra.training.distributed import Ranks
 
 FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
@@ -35,6 +35,12 @@ class Attempts:
         return sum(len(t.ids) - t.prompt_length for t in self.trajectories) / self.seconds
 
 
+class Budget(Protocol):
+    """The dollars of a run: `problem` says why it has to end, "" if it has not."""
+
+    problem: str
+
+
 def play_on_ranks(
     player: Player,
     world: World,
@@ -44,7 +50,7 @@ def play_on_ranks(
     seeds: list[int],
     environment_seeds: list[int],
     ranks: Ranks,
-    spending: Spending,
+    spending: Budget,
     together: int = 1,
 ) -> Attempts:
     """Plays attempt i at task indices[i] of a split; every rank has all attempts.

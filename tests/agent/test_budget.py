@@ -21,16 +21,16 @@ import pytest
 
 from data_gen import main as data_gen
 from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.agent.failures import EndpointError
 from nanorchestra.agent.loop import Rollout
+from nanorchestra.agent.tool import all_ban_names
 from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.records import Price, Task, banned
 from nanorchestra.serving.endpoint import EndpointRollout
 from nanorchestra.serving.http import Server
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, ServedOrchestrator
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.spending import Spending
-from nanorchestra.tools.tool import all_ban_names
 from tools import PythonTool, RecordsTool
 from worlds.load import open_world
 from worlds.toolscale.dataset import load_world

@@ -24,6 +24,8 @@ import torch
 from openai_server import openai_server, said
 from scripted import ANSWER, EchoTool, call, echoing, execute, play
 
+from nanorchestra.agent.failures import EndpointError, is_infrastructure
+from nanorchestra.agent.numbering import in_attempt
 from nanorchestra.errors import UserError
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Preference, Price, ToolCall, ToolResult
@@ -32,12 +34,10 @@ from nanorchestra.settings import load_config
 from nanorchestra.tools import functions, http
 from nanorchestra.tools import index as index_module
 from nanorchestra.tools import spending as spending_module
-from nanorchestra.tools.failures import is_infrastructure
 from nanorchestra.tools.functions import FunctionTool
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.index import Index, Passage
 from nanorchestra.tools.models import Endpoint, Expert
-from nanorchestra.tools.replies import ReplyStore, in_attempt
+from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.grpo import Advantage, group_advantages, objective_of

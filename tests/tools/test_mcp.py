@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from scripted import ANSWER, call, echoing, play
 
+from nanorchestra.agent.threads import in_thread
+from nanorchestra.agent.tool import Allowance, RefusedError
 from nanorchestra.errors import UserError
 from nanorchestra.tools import mcp as served
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.spending import Spending
-from nanorchestra.tools.threads import in_thread
-from nanorchestra.tools.tool import Allowance, RefusedError
 from tools import load_tools
 
 SERVER = """

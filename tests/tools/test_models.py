@@ -8,9 +8,9 @@ from email.utils import formatdate
 import pytest
 from openai_server import openai_server, said
 
+from nanorchestra.agent.failures import EndpointError
 from nanorchestra.records import Price
 from nanorchestra.tools import http, models
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.spending import Spending
 

@@ -20,11 +20,12 @@ from scripted import ANSWER, call, echoing, play
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.limits import UserLimits
+from nanorchestra.agent.numbering import RequestCounts, in_attempt
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, Price, Task, ToolCall, Trajectory
 from nanorchestra.tools import replies as replies_module
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
-from nanorchestra.tools.replies import ReplyStore, RequestCounts, in_attempt, store_of
+from nanorchestra.tools.replies import ReplyStore, store_of
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Spending
 from tools import PythonTool
@@ -233,7 +234,8 @@ RECORDER = """
 import sys
 from nanorchestra.records import Price
 from nanorchestra.tools.models import Endpoint, Expert
-from nanorchestra.tools.replies import in_attempt, store_of
+from nanorchestra.agent.numbering import in_attempt
+from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.spending import Spending
 url, word, first, last = sys.argv[1:]
 money = Spending(replies=store_of(word, "--experts"))

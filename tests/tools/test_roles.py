@@ -8,13 +8,13 @@ from asyncio import CancelledError
 
 import pytest
 
+from nanorchestra.agent.threads import in_thread
+from nanorchestra.agent.tool import Tool
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.roles import RoleTool, final_answer
 from nanorchestra.tools.spending import Spending
-from nanorchestra.tools.threads import in_thread
-from nanorchestra.tools.tool import Tool
 
 
 class Scripted(Expert):

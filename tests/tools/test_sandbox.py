@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from nanorchestra.agent.threads import in_thread
 from nanorchestra.errors import UserError
 from nanorchestra.tools import sandbox as sandbox_module
 from nanorchestra.tools.sandbox import Sandbox
-from nanorchestra.tools.threads import in_thread
 from tools import PythonTool
 
 

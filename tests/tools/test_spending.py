@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import UserError
 from nanorchestra.records import Trajectory
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.replies import Reply
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.distributed import Ranks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from nanorchestra.agent.failures import EndpointError
 from nanorchestra.records import ToolResult
-from nanorchestra.tools.http import EndpointError
 from worlds.judge import grade
 
 

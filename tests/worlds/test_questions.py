@@ -19,6 +19,7 @@ from run_rows import TIMINGS
 from scripted import call, execute
 
 import train
+from nanorchestra.agent.tool import Allowance
 from nanorchestra.agent.world import demonstrates
 from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.engine.sequence import SamplingParams
@@ -26,7 +27,6 @@ from nanorchestra.errors import UserError
 from nanorchestra.formats.load import load_rollout
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Preference, Price, ToolCall
-from nanorchestra.tools.tool import Allowance
 from nanorchestra.training import build
 from worlds.load import open_world
 from worlds.questions import load_rows

@@ -12,13 +12,13 @@ import pytest
 from openai_server import openai_server, said
 from scripted import ScriptedEngine, execute
 
+from nanorchestra.agent.failures import EndpointError
 from nanorchestra.agent.loop import Rollout
+from nanorchestra.agent.tool import Allowance, RefusedError
 from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolCall
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Expert
-from nanorchestra.tools.tool import Allowance, RefusedError
 from worlds.load import open_world
 from worlds.toolscale.dataset import load_world
 

@@ -9,8 +9,8 @@ import json
 import re
 from pathlib import Path
 
+from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import UserError, require
-from nanorchestra.tools.http import EndpointError
 from nanorchestra.tools.models import Endpoint
 from worlds.toolscale.blueprint import build, load_blueprint
 from worlds.toolscale.domain import write_json

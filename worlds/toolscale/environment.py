@@ -6,13 +6,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from nanorchestra.evidence import Evidence
-from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
-from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.models import Expert
-from nanorchestra.tools.simulated import Simulation
-from nanorchestra.tools.threads import in_thread
-from nanorchestra.tools.tool import (
+from nanorchestra.agent.failures import EndpointError
+from nanorchestra.agent.threads import in_thread
+from nanorchestra.agent.tool import (
     Allowance,
     PreparedCall,
     RefusedError,
@@ -20,6 +16,10 @@ from nanorchestra.tools.tool import (
     observed,
     refused,
 )
+from nanorchestra.evidence import Evidence
+from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
+from nanorchestra.tools.models import Expert
+from nanorchestra.tools.simulated import Simulation
 from worlds.toolscale.domain import USER, Domain
 from worlds.toolscale.expert import next_turn, wrong_turn
 from worlds.toolscale.model_user import ModelUser, parsed

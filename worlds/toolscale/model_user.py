@@ -3,10 +3,10 @@
 import json
 from collections.abc import Callable, Collection, Sequence
 
+from nanorchestra.agent.failures import EndpointError
+from nanorchestra.agent.tool import Tool
 from nanorchestra.model.parser import StreamParser
 from nanorchestra.records import ParsedTurn, ToolCall, ToolResult
-from nanorchestra.tools.http import EndpointError
-from nanorchestra.tools.tool import Tool
 from worlds.toolscale.program import Json
 from worlds.toolscale.user import PATIENCE, STOP, TEXTS, TRANSFER, wishes
 

@@ -22,7 +22,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from nanorchestra.tools.tool import Tool
+from nanorchestra.agent.tool import Tool
 from worlds.toolscale.domain import Domain, communicated, numbers
 from worlds.toolscale.model_user import ask
 from worlds.toolscale.program import Json, Tables, ToolError

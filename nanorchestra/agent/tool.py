@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+from nanorchestra.agent.failures import failed
+from nanorchestra.agent.threads import in_thread
 from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, ToolCall, ToolResult, banned
 from nanorchestra.schemas import Json, argument_error
-from nanorchestra.tools.failures import failed
-from nanorchestra.tools.threads import in_thread
 
 RESULT_CHARS = 16_000  # of texts without spaces
 WORD = re.compile(r"\S+")

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from nanorchestra.errors import UserError
 from nanorchestra.records import ToolResult
-from nanorchestra.tools.http import EndpointError, is_temporary
 
+RETRIED = (408, 409, 429)  # statuses of HTTP, and every one from 500
 # By name, so that neither torch nor a client of HTTP is imported to ask: torch, requests, httpx,
 # aiohttp, openai, http.client; asyncio and anyio, whose clients are cancelled with a connection.
 CLASSES = {
@@ -43,6 +43,30 @@ UNREACHABLE = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUN
 NO_RESOLVER = -3  # EAI_AGAIN of getaddrinfo: no name can be looked up now
 
 
+class EndpointError(Exception):
+    """A server has not answered as it should, after all attempts; the message never has the key.
+
+    `bad_request` says that the server refuses this request itself, so that its text is at
+    fault; else the infrastructure is. `received` is the text of a reply that was begun, "" of
+    one that is late, None if there is nothing to bill; `tokens` are those of a language model that
+    has worked for it.
+    `spent` are the requests that were repeated, the seconds of all, and how many of these passed
+    before the last request. A request may be repeated after `wait` seconds; None: it is no use.
+    """
+
+    tokens, spent = (0, 0), (0, 0.0, 0.0)
+
+    def __init__(
+        self,
+        problem: str,
+        received: str | None = None,
+        wait: float | None = None,
+        bad_request: bool = False,
+    ):
+        super().__init__(problem)
+        self.received, self.wait, self.bad_request = received, wait, bad_request
+
+
 def is_infrastructure(error: BaseException) -> bool:
     """Returns whether an exception is the fault of an endpoint, a device, a disk or a setting.
 
@@ -63,6 +87,11 @@ def failed(
         infrastructure = is_infrastructure(error)
     problem = f"Error: {name} failed: {type(error).__name__}: {error}"
     return ToolResult(problem, latency_s=seconds, error=True, infrastructure=infrastructure)
+
+
+def is_temporary(status: int) -> bool:
+    """Returns whether an HTTP status says that the same request may be accepted later."""
+    return status in RETRIED or status >= 500
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
