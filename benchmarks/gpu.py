@@ -38,7 +38,6 @@ PARTS = {
     "pointwise": "kernels.pointwise",
     "attention": "kernels.paged_attention",
     "training attention": "kernels.training_attention",
-    "output matrix": "kernels.outputs",
     "quantised products": "kernels.quantised_products",
     "tokens as on the CPU": "engine.tokens_as_on_cpu",
     "grpo 0.6b": "training.small",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kernels.flash import Span, flash_attention, flash_work
-from kernels.logprob import linear_logprob
 from kernels.paged_decode import (
     DecodeWork,
     SharedPrefix,
@@ -47,7 +46,6 @@ class Shape:
     head_dim: int
     hidden: int
     ff: int
-    vocab: int
     page: int = 64  # tokens, as in the engine
     tokens: int = 8192  # of a training pack, and of a prefill
     rows: int = 64  # of a decode step
@@ -63,16 +61,16 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
 
-QWEN3_8B = Shape("Qwen3-8B", 32, 8, 128, 4096, 12288, 151936)
+QWEN3_8B = Shape("Qwen3-8B", 32, 8, 128, 4096, 12288)
 # Other numbers of query heads a kv head, of which decode attention makes tiles of 16 rows.
 OTHER_GROUPS = (
-    Shape("Qwen3-0.6B", 16, 8, 128, 1024, 3072, 151936),  # 2
-    Shape("Qwen3-32B", 64, 8, 128, 5120, 25600, 151936),  # 8
+    Shape("Qwen3-0.6B", 16, 8, 128, 1024, 3072),  # 2
+    Shape("Qwen3-32B", 64, 8, 128, 5120, 25600),  # 8
 )
 # Heads that every kernel of attention and rotation is compiled for.
 OTHER_HEADS = (
-    Shape("Qwen3-14B", 40, 8, 128, 5120, 17408, 151936),  # 5, no power of two
-    Shape("Llama-3.2-1B", 32, 8, 64, 2048, 8192, 128256),  # of dimension 64
+    Shape("Qwen3-14B", 40, 8, 128, 5120, 17408),  # 5, no power of two
+    Shape("Llama-3.2-1B", 32, 8, 64, 2048, 8192),  # of dimension 64
 )
 SMALL = Shape(
     "small",
@@ -81,7 +79,6 @@ SMALL = Shape(
     head_dim=16,
     hidden=64,
     ff=96,
-    vocab=300,
     page=16,
     tokens=20,
     rows=2,
@@ -145,7 +142,6 @@ def all_cases(shape: Shape) -> list[Case]:
         prefill(shape, 0, shape.tokens),
         prefill(shape, shape.tokens, -(-shape.tokens // 4)),
         *training(shape),
-        *outputs(shape),
         *products(shape),
     ]
 
@@ -292,24 +288,6 @@ def training(shape: Shape) -> list[Case]:
             3.5 * tree_flops,
             3,
         ),
-    ]
-
-
-def outputs(shape: Shape) -> list[Case]:
-    """Returns log-probabilities over the output matrix."""
-    tokens, vocab = shape.tokens, shape.vocab
-    size, flops = 2 * vocab * shape.hidden, 2.0 * shape.hidden * vocab
-
-    def targets():
-        ids = torch.randint(vocab, (tokens,))
-        return randn(tokens, shape.hidden), randn(vocab, shape.hidden), ids, 60.0, vocab
-
-    def loss(*arguments):
-        return linear_logprob(*arguments)[0].mean()
-
-    return [
-        Case("linear_logprob", targets, loss, size, tokens * flops),
-        Case("linear_logprob backward", targets, loss, 3 * size, 4 * tokens * flops, 2),
     ]
 
 

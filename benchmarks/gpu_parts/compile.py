@@ -121,9 +121,6 @@ BUDGETS = {
     "flash_forward": KernelBudget(programs=1, product="HGMMA"),
     "flash_backward_queries": KernelBudget(programs=1, product="HGMMA"),
     "flash_backward_keys": KernelBudget(programs=1, product="HGMMA"),
-    "_logprob_chunks": KernelBudget(programs=1, product="HGMMA"),
-    "_logprob_merge": KernelBudget(programs=8),
-    "_logit_gradients": KernelBudget(programs=12),
     "_product": KernelBudget(programs=2, product="HMMA", loads=4),
     "_add_parts": KernelBudget(programs=8),
 }

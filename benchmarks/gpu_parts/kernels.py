@@ -22,7 +22,6 @@ from triton.testing import do_bench
 from benchmarks.gpu_parts import Part, by_kernels
 from benchmarks.gpu_parts.cases import QWEN3_8B, SMALL, Case, all_cases
 from kernels.flash import Span, naive_attention
-from kernels.logprob import naive_linear_logprob
 from kernels.paged_decode import decode_attention, naive_decode_attention
 from kernels.paged_prefill import naive_prefill_attention
 from kernels.qk_norm_rope import naive_qk_norm_rope
@@ -70,7 +69,6 @@ NAIVE: dict[str, Function] = {
     "decode_attention": lambda *arguments: naive_decode_attention(*arguments[:5]),
     "prefill_attention": _naive_prefill,
     "flash_attention": _naive_flash,
-    "linear_logprob": lambda *arguments: naive_linear_logprob(*arguments)[0].mean(),
     "quantised_linear": _naive_quantised,
 }
 
@@ -88,11 +86,6 @@ def paged_attention(part: Part) -> None:
 def training_attention(part: Part) -> None:
     """Attention over a training pack, and its gradients."""
     run(part, "flash_attention")
-
-
-def outputs(part: Part) -> None:
-    """Log-probabilities over the output matrix."""
-    run(part, "linear_logprob")
 
 
 def quantised_products(part: Part) -> None:
@@ -223,8 +216,6 @@ def peers_of(case: Case) -> dict[str, Function]:
         return {"eager": eager, "compiled": torch.compile(eager, dynamic=False)}
     if kernel == "flash_attention":
         return {"sdpa": _sdpa, "cudnn": sdpa_kernel(SDPBackend.CUDNN_ATTENTION)(_sdpa)}
-    if case.name == "linear_logprob":  # writes the logits
-        return {"cublas": lambda hidden, weight, *_: hidden @ weight.T}
     if kernel == "quantised_linear":
         shape = QWEN3_8B
         weight = torch.randn(2 * shape.ff, shape.hidden, dtype=torch.bfloat16, device=DEVICE)

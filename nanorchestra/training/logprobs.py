@@ -1,22 +1,30 @@
-"""Log-probabilities, entropies and divergences from hidden states, without logits in memory.
+"""Log-probabilities, entropies and divergences from hidden states, by chunks of the vocabulary.
 
-No [N, vocab] tensor ever exists. On a GPU a Triton kernel fuses the output matrix with the softmax.
-Elsewhere logits are computed for a few positions at a time, and again in the backward pass. Beside
-arguments and results the functions hold about WORKSPACE bytes, for any N and vocabulary.
+    z[n, v] = hidden[n] . weight[v] / temperature  for the ids v < vocab_limit;  p = softmax(z)
+    logprob[n] = z[n, target] - logsumexp(z[n])    d logprob / dz = onehot(target) - p
+    entropy[n] = logsumexp(z[n]) - sum_v p z
+    kl[n] = sum_v p d - logsumexp(z[n]) + logsumexp(z_ref[n])  with d = z - z_ref
+                                                   d kl / dz = p (d - sum_v p d)
+
+No [N, vocab] tensor ever exists: logits are computed for all positions and a chunk of ids, and
+again in the backward pass. Forward, a chunk leaves its logsumexp and a mean under its softmax,
+which merge exactly (docs/kernels.md). Backward, the logsumexp of all ids is known, so a chunk is
+finished by itself: its rows of the weight's gradient are one product over all positions, rounded
+once. The gradient of hidden is added up over the chunks in fp32. Beside arguments, results and this
+sum, the functions hold about WORKSPACE bytes.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache, wraps
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.common import wide_product
-from kernels.logprob import linear_logprob
-from nanorchestra.model.ops import by_kernel
 
-WORKSPACE = 256 << 20  # bytes of logits and of what is made of them, of one position at least
+WORKSPACE = 256 << 20  # bytes of a chunk's logits and of what is made of them
+FULL_TILES = 256  # ids; a chunk is a multiple of it
 
 
 def token_logprobs(
@@ -28,20 +36,7 @@ def token_logprobs(
     dtype, targets int64 [N]. Both results are [N] in fp32 (fp64 for fp64). Gradients flow from the
     log-probabilities into hidden and weight; the entropy has none.
     """
-    if by_kernel(hidden):
-        return linear_logprob(hidden, weight, targets, temperature, vocab_limit)
-    entropy = hidden.new_empty(len(hidden), dtype=_wide(hidden))
-
-    def logprobs(rows, logits, grad):
-        chosen = targets[rows, None]
-        logits -= logits.logsumexp(-1, keepdim=True)
-        if grad is not None:  # onehot(target) - p, times the gradient
-            return logits.exp_().mul_(-grad).scatter_add_(1, chosen, grad)
-        entropy[rows] = -torch.einsum("nv,nv->n", logits.exp(), logits)
-        return logits.gather(1, chosen)[:, 0]
-
-    head = _Head(logprobs, temperature, vocab_limit, buffers=2)
-    return _Chunked.apply(hidden, weight, head), entropy
+    return _TokenLogprobs.apply(hidden, weight, targets, temperature, vocab_limit)
 
 
 def full_kl(
@@ -59,82 +54,169 @@ def full_kl(
     `vocab_limit`. hidden, ref_hidden [N, H]; weight, ref_weight [V, H] -> [N] in fp32 (fp64 for
     fp64). Gradients flow into hidden and weight.
     """
-    ref_hidden, ref_weight = ref_hidden.detach(), ref_weight.detach()[:vocab_limit]
-
-    def divergence(rows, logits, grad):
-        logq = _logits(ref_hidden[rows], ref_weight, temperature).log_softmax(-1)
-        logp = logits.log_softmax(-1)
-        p, difference = logp.exp(), logp.sub_(logq)
-        kl = torch.einsum("nv,nv->n", p, difference)
-        return kl if grad is None else p.mul_(difference.sub_(kl[:, None])).mul_(grad)
-
-    return _Chunked.apply(hidden, weight, _Head(divergence, temperature, vocab_limit, buffers=5))
+    return _FullKL.apply(hidden, weight, ref_hidden, ref_weight, temperature, vocab_limit)
 
 
-@dataclass(frozen=True)
-class _Head:
-    """A function of the logits z = hidden @ weight.T / temperature below `limit`, by chunks.
-
-    function(rows, z, None) returns its values [chunk], and function(rows, z, grad) the gradient in
-    z, if that in the values is grad [chunk, 1]. It may write to z. Up to `buffers` tensors as large
-    as z are alive at once.
-    """
-
-    function: Callable[[slice, Tensor, Tensor | None], Tensor]
-    temperature: float
-    limit: int
-    buffers: int
-
-    def chunks(
-        self, hidden: Tensor, weight: Tensor, grad: Tensor | None = None
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Yields positions and what the function returns for them."""
-        row = self.buffers * self.limit * _wide(hidden).itemsize
-        for rows in _slices(len(hidden), min(1024, WORKSPACE // row)):
-            logits = _logits(hidden[rows], weight[: self.limit], self.temperature)
-            values = self.function(rows, logits, None if grad is None else grad[rows, None])
-            del logits  # only what is returned stays alive
-            yield rows, values
-
-
-class _Chunked(torch.autograd.Function):
-    """Computes logits a chunk at a time, in the forward and again in the backward pass."""
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, limit):
+        ctx.temperature, ctx.chunks = temperature, _chunks(hidden, limit, logits=1)
+        seen = _of_no_ids(hidden)
+        chosen = hidden.new_zeros(len(hidden), 1, dtype=_wide(hidden))  # logits of the targets
+        for ids in ctx.chunks:
+            logits = wide_product(hidden, weight[ids].T)  # [N, ids]
+            seen = _merge(seen, _softmax_mean(logits, logits, temperature))
+            column, inside = _column(targets, ids)
+            chosen = torch.where(inside, logits.gather(1, column), chosen)
+            del logits  # before there are those of the next chunk
+        logsumexp, mean = seen
+        logprobs = _of_positions(chosen.double() / temperature - logsumexp, hidden)
+        entropy = _of_positions(logsumexp - mean / temperature, hidden)
+        ctx.save_for_backward(hidden, weight, targets, logprobs, logsumexp.to(logprobs.dtype))
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
 
     @staticmethod
-    def forward(ctx, hidden, weight, head):
-        values = hidden.new_empty(len(hidden), dtype=_wide(hidden))
-        for rows, some in head.chunks(hidden, weight):
-            values[rows] = some
-        ctx.save_for_backward(hidden, weight)
-        ctx.head = head
-        return values
+    @once_differentiable
+    def backward(ctx, grad, _):
+        hidden, weight, targets, logprobs, logsumexp = ctx.saved_tensors
+        grad = (grad / ctx.temperature)[:, None]
+        grad_of_target = -grad * logprobs.expm1()[:, None]  # grad (1 - p)
+
+        def grad_logits(ids):
+            logits = wide_product(hidden, weight[ids].T)
+            grads = _softmax_times(-grad, logits, logsumexp, ctx.temperature, weight.dtype)
+            column, inside = _column(targets, ids)
+            there = torch.where(inside, grad_of_target.to(grads.dtype), grads.gather(1, column))
+            return grads.scatter_(1, column, there)
+
+        return *_gradients(ctx, hidden, weight, grad_logits), None, None, None
+
+
+class _FullKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, ref_hidden, ref_weight, temperature, limit):
+        ctx.temperature, ctx.chunks = temperature, _chunks(hidden, limit, logits=2)
+        seen, ref_seen = _of_no_ids(hidden), _of_no_ids(hidden)
+        for ids in ctx.chunks:
+            logits = wide_product(hidden, weight[ids].T)
+            ref_logits = wide_product(ref_hidden, ref_weight[ids].T)
+            seen = _merge(seen, _softmax_mean(logits - ref_logits, logits, temperature))
+            ref_seen = _merge(ref_seen, _softmax_mean(ref_logits, ref_logits, temperature))
+            del logits, ref_logits
+        (logsumexp, mean), (ref_logsumexp, _) = seen, ref_seen
+        kl = _of_positions(mean / temperature - logsumexp + ref_logsumexp, hidden)
+        rows = logsumexp.to(kl.dtype), mean.to(kl.dtype)
+        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, *rows)
+        return kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (hidden, weight), head = ctx.saved_tensors, ctx.head
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros_like(weight, dtype=_wide(weight))
-        piece = WORKSPACE // (2 * _wide(weight).itemsize * hidden.shape[1])
-        for rows, step in head.chunks(hidden, weight, grad):
-            step = step.div_(head.temperature).to(weight.dtype)
-            grad_hidden[rows] = step @ weight[: head.limit]
-            if grad_weight is not None:
-                for ids in _slices(head.limit, piece):  # the product is as large as the gradient
-                    grad_weight[ids] += wide_product(step[:, ids].T, hidden[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None
+        hidden, weight, ref_hidden, ref_weight, logsumexp, mean = ctx.saved_tensors
+        grad = (grad / ctx.temperature**2)[:, None]
+
+        def grad_logits(ids):
+            logits = wide_product(hidden, weight[ids].T)
+            ref_logits = wide_product(ref_hidden, ref_weight[ids].T)
+            factor = (logits - ref_logits).sub_(mean).mul_(grad)
+            return _softmax_times(factor, logits, logsumexp, ctx.temperature, weight.dtype)
+
+        return *_gradients(ctx, hidden, weight, grad_logits), None, None, None, None
 
 
-def _slices(count, size) -> list[slice]:
-    size = max(1, size)
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+def compiled_on_gpu(function: Callable) -> Callable:
+    """Returns the function; on CUDA tensors torch.compile makes it one kernel, at its first call.
+
+    One compilation serves every number of positions and ids. A row is summed in an order that does
+    not depend on the sizes of the first call.
+    """
+
+    @cache
+    def compiled():
+        return torch.compile(function, dynamic=True, options={"split_reductions": False})
+
+    @wraps(function)
+    def choose(first, *others):
+        return (compiled() if first.is_cuda else function)(first, *others)
+
+    return choose
+
+
+@compiled_on_gpu
+def _softmax_mean(values, logits, temperature):
+    """Returns the logsumexp of logits / temperature, and the mean of values under its softmax.
+
+    values, logits [N, ids] -> fp64 [N, 1] each. In fp32 the rounding of a logsumexp around 30 would
+    cost 1e-4 nats of entropy when chunks are merged.
+    """
+    z = logits / temperature
+    top = z.amax(1, keepdim=True)
+    weights = z.sub_(top).exp_()
+    total = weights.sum(1, keepdim=True).double()
+    mean = weights.mul_(values).sum(1, keepdim=True) / total
+    return top + total.log(), mean
+
+
+@compiled_on_gpu
+def _softmax_times(factor, logits, logsumexp, temperature, dtype):
+    """Returns factor * exp(logits / temperature - logsumexp) [N, ids], rounded to dtype."""
+    return (logits / temperature).sub_(logsumexp).exp_().mul_(factor).to(dtype)
+
+
+def _of_no_ids(hidden):
+    """Returns what _softmax_mean would of no ids: a logsumexp of minus infinity."""
+    zeros = hidden.new_zeros(len(hidden), 1, dtype=torch.float64)
+    return zeros - torch.inf, zeros
+
+
+def _merge(one, other):
+    """Returns the logsumexp and the mean over the ids of both, from those over each, all [N, 1]."""
+    (one_lse, one_mean), (other_lse, other_mean) = one, other
+    lse = torch.logaddexp(one_lse, other_lse)
+    return lse, one_mean * (one_lse - lse).exp() + other_mean * (other_lse - lse).exp()
+
+
+def _column(targets, ids):
+    """Returns the column of each target in a chunk, or any if it has none, and if it has one.
+
+    targets [N] -> [N, 1] each.
+    """
+    column = targets[:, None] - ids.start
+    last = ids.stop - ids.start - 1
+    return column.clamp(0, last), (column >= 0) & (column <= last)
+
+
+def _gradients(ctx, hidden, weight, grad_logits):
+    """Returns the gradients of hidden and of weight, None if nothing wants the latter.
+
+    grad_logits(ids) returns that of hidden @ weight[ids].T, [N, ids] in the dtype of weight.
+    """
+    grad_hidden = torch.zeros_like(hidden, dtype=_wide(hidden))
+    grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+    for ids in ctx.chunks:
+        grads = grad_logits(ids)
+        grad_hidden += wide_product(grads, weight[ids])
+        if grad_weight is not None:
+            torch.mm(grads.T, hidden, out=grad_weight[ids])
+        del grads
+    return grad_hidden.to(hidden.dtype), grad_weight
+
+
+def _chunks(hidden, limit, logits) -> list[slice]:
+    """Returns the ids below limit in slices.
+
+    Of each, so many tensors of logits in fp32 and as many of what is made of them take WORKSPACE.
+    """
+    bytes_of_id = 2 * logits * _wide(hidden).itemsize * max(len(hidden), 1)
+    width = max(1, WORKSPACE // bytes_of_id // FULL_TILES) * FULL_TILES
+    return [slice(start, min(start + width, limit)) for start in range(0, limit, width)]
+
+
+def _of_positions(column, hidden) -> Tensor:
+    """Returns a column, fp64 [N, 1], as a result [N]."""
+    return column[:, 0].to(_wide(hidden))
 
 
 def _wide(tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _logits(hidden, weight, temperature) -> Tensor:
-    return wide_product(hidden, weight.T).div_(temperature)

@@ -33,7 +33,7 @@ def test_gradients_by_kernels_are_those_of_plain_pytorch(monkeypatch, nano_model
     groups = [grouped(ids(9), twins), grouped(ids(9)[:5] + [8], [single])]
     gradients = []
     for by_kernel in (False, True):
-        for module in (ops, attention, head):
+        for module in (ops, attention):
             monkeypatch.setattr(module, "by_kernel", lambda x, answer=by_kernel: answer)
         model = copy.deepcopy(nano_model).to(DEVICE)
         packed = pack(groups, DEVICE)
