@@ -35,7 +35,8 @@ def execute(env, call):
 class ScriptedEngine:
     """Each session says the next of its script's lines each turn; every turn takes one step.
 
-    `params` holds what the turns were asked with, `sessions` what was opened.
+    A line is cut to the budget of `params`, if these are (seed, budget). `params` holds what the
+    turns were asked with, `sessions` what was opened.
     """
 
     max_context = 2048
@@ -62,7 +63,8 @@ class ScriptedSession:
         pass
 
     def submit(self, params, on_token=None):
-        ids = self.engine.tokenizer.backend.encode(next(self.script)).ids
+        whole = self.engine.tokenizer.backend.encode(next(self.script)).ids
+        ids = whole[: params[1]] if params else whole
         if on_token:
             for token in ids:
                 on_token(token, -0.5)
@@ -70,7 +72,7 @@ class ScriptedSession:
             token_ids=ids,
             logprobs=[-0.5] * len(ids),
             text="",
-            finish_reason=self.engine.finish,
+            finish_reason=self.engine.finish if ids == whole else "length",
             weight_versions=[3] * len(ids),
         )
         self.engine.queue.append(

@@ -8,6 +8,7 @@ asked at a stand-in for a server that counts as many tokens as it honestly can.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
+from scripted import ScriptedEngine
 
 from data_gen import main as data_gen
 from nanorchestra.agent.environment import ToolEnvironment
@@ -71,40 +73,12 @@ class Greedy(Endpoint):
         return message | {"spent": (0, self.rng.random())}, tokens
 
 
-class Babbler:
+class Babbler(ScriptedEngine):
     """An engine whose sessions write calls, answers and nonsense, to as many ids as are allowed."""
 
-    max_context = SETTINGS.context_tokens
-
     def __init__(self, tokenizer, rng):
-        self.tokenizer, self.rng, self.env, self.done = tokenizer, rng, None, []
-
-    def session(self, ids):
-        return self
-
-    def append(self, ids):
-        pass
-
-    def close(self):
-        return None
-
-    def submit(self, params, on_token=None):
-        _, budget = params
-        whole = self.tokenizer.backend.encode(self.turn()).ids
-        ids = whole[:budget]
-        completion = SimpleNamespace(
-            token_ids=ids,
-            logprobs=[-1.0] * len(ids),
-            finish_reason="stop" if ids == whole else "length",
-            weight_versions=[0] * len(ids),
-        )
-        request = SimpleNamespace(id=id(completion), completed=lambda: completion)
-        self.done.append(request)
-        return request
-
-    def step(self):
-        done, self.done = self.done, []
-        return done
+        super().__init__(tokenizer, itertools.repeat(iter(self.turn, None)))
+        self.max_context, self.rng, self.env = SETTINGS.context_tokens, rng, None
 
     def turn(self):
         rng, tools = self.rng, self.env.tools
