@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from openai_server import openai_server, said
 
+from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.tool import Allowance, RefusedError
 from nanorchestra.errors import UserError
-from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import argument_error
 from nanorchestra.tools import models

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from nanorchestra.agent.environment import ANSWER, Environment
+from nanorchestra.agent.evidence import EvidenceBudget
 from nanorchestra.agent.tool import shortened
 from nanorchestra.config import RolloutSection
-from nanorchestra.evidence import EvidenceBudget
 from nanorchestra.model import chat
 from nanorchestra.records import RESULT_WORDS, ToolCall, ToolResult, Turn
 from nanorchestra.schemas import Json

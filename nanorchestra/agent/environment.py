@@ -7,10 +7,10 @@ of a call is in tool.py.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.failures import EndpointError, is_infrastructure
 from nanorchestra.agent.tool import Allowance, PreparedCall, Tool, prepare, refused
 from nanorchestra.errors import WorldError
-from nanorchestra.evidence import Evidence
 from nanorchestra.records import Task, ToolCall, ToolResult, Trajectory
 from nanorchestra.schemas import Json
 

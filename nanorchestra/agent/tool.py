@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
+from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.failures import failed
 from nanorchestra.agent.threads import in_thread
-from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, ToolCall, ToolResult, banned
 from nanorchestra.schemas import Json, argument_error
 

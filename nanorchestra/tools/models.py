@@ -18,10 +18,10 @@ from typing import Annotated
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.failures import EndpointError, failed
 from nanorchestra.agent.tool import Allowance, Tool
 from nanorchestra.errors import UserError
-from nanorchestra.evidence import Evidence
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import REQUESTS, count_tokens, post, secret

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from nanorchestra.agent.evidence import Evidence, EvidenceBudget
 from nanorchestra.agent.tool import Allowance, RefusedError, Tool, observed
-from nanorchestra.evidence import Evidence, EvidenceBudget
 from nanorchestra.records import RESULT_WORDS, ToolResult, banned, part
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.models import Expert

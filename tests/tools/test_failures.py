@@ -24,10 +24,10 @@ import torch
 from openai_server import openai_server, said
 from scripted import ANSWER, EchoTool, call, echoing, execute, play
 
+from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.failures import EndpointError, is_infrastructure
 from nanorchestra.agent.numbering import in_attempt
 from nanorchestra.errors import UserError
-from nanorchestra.evidence import Evidence
 from nanorchestra.records import Preference, Price, ToolCall, ToolResult
 from nanorchestra.report.terminal import Console
 from nanorchestra.settings import load_config

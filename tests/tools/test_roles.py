@@ -8,9 +8,9 @@ from asyncio import CancelledError
 
 import pytest
 
+from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.threads import in_thread
 from nanorchestra.agent.tool import Tool
-from nanorchestra.evidence import Evidence
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.tools.models import Endpoint, Expert
 from nanorchestra.tools.roles import RoleTool, final_answer

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.failures import EndpointError
 from nanorchestra.agent.threads import in_thread
 from nanorchestra.agent.tool import (
@@ -16,7 +17,6 @@ from nanorchestra.agent.tool import (
     observed,
     refused,
 )
-from nanorchestra.evidence import Evidence
 from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.models import Expert
 from nanorchestra.tools.simulated import Simulation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanorchestra.evidence import Evidence, EvidenceBudget
+from nanorchestra.agent.evidence import Evidence, EvidenceBudget
 
 
 def count(tokenizer, *texts):
