@@ -5,7 +5,7 @@ form does not have is an error. pydantic reads "1" as a number where it is not t
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -43,11 +43,17 @@ def validated(form: type[Form], value: Any, where: str, extra: str = "forbid") -
         return _adapter(form).validate_python(value, extra=extra)
     except ValidationError as error:
         names = set(_names(_adapter(form).json_schema()))
-        raise UserError(f"{where}: {one_line(error.errors(), value, names)}") from None
+        _, line = one_line(error.errors(), value, names)
+        raise UserError(f"{where}: {line}") from None
 
 
-def one_line(errors: list[Any], value: Any, names: set[str]) -> str:
-    """Returns one of pydantic's errors about `value`: the field, its value, what would be right.
+def one_line(
+    errors: Sequence[Any], value: Any, names: Collection[str] = (), whole: str = "it"
+) -> tuple[str, str]:
+    """Returns the field of one of pydantic's errors about `value`, and a line.
+
+    The line has the field, as messages[0].role, its value, and what would be right. `whole` is the
+    name of all of the value.
 
     A field that is misspelt comes first, told with the nearest of the form's `names`, then what is
     deepest in the value.
@@ -60,17 +66,19 @@ def one_line(errors: list[Any], value: Any, names: set[str]) -> str:
         elif isinstance(inside, dict) and (part in inside or kind == "missing"):
             place, inside = f"{place}.{part}", inside.get(part)
         # Any other part is the name of a type of several, or says that a key is wrong.
-    place = place.removeprefix(".") or "it"
+    place = place.removeprefix(".") or whole
     if kind in UNKNOWN:
-        return f"there is no {place}{nearest(error['loc'][-1], names)}"
-    if kind == "missing":
-        return f"{place} is missing"
-    if kind == "value_error":  # of a validator of ours, which may hide the value
-        return f"{place} {error['ctx']['error']}"
-    if kind == "literal_error" and isinstance(inside, str):
-        message += nearest(inside, re.findall("'(.*?)'", message))
-    message = re.sub("^Input", "it", message)
-    return f"{place} is {error['input']!r:.80}; {message[0].lower()}{message[1:]}"
+        line = f"there is no {place}{nearest(error['loc'][-1], names)}"
+    elif kind == "missing":
+        line = f"{place} is missing"
+    elif kind == "value_error":  # of a validator of ours, which may hide the value
+        line = f"{place} {error['ctx']['error']}"
+    else:
+        if kind == "literal_error" and isinstance(inside, str):
+            message += nearest(inside, re.findall("'(.*?)'", message))
+        message = re.sub("^Input (?!tag)", "it ", message)
+        line = f"{place} is {error['input']!r:.80}; {message[0].lower()}{message[1:]}"
+    return place, line
 
 
 @cache

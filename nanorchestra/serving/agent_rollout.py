@@ -42,10 +42,9 @@ from nanorchestra.serving.agents import (
     AttemptHandle,
     load_agent,
 )
-from nanorchestra.serving.bodies import Body
 from nanorchestra.serving.http import CHAT, Credentials, answer, list_of_models, refuse
 from nanorchestra.serving.listening import address, application, listen
-from nanorchestra.serving.protocol import ChatRequest, Choice, require_values, usage
+from nanorchestra.serving.protocol import Body, ChatRequest, Choice, require_values, usage
 
 Sampled = tuple[Completion, ParsedTurn]  # a turn
 

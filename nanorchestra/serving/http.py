@@ -4,7 +4,6 @@ import asyncio
 import base64
 import hashlib
 import logging
-import re
 import secrets
 import socket
 import time
@@ -32,15 +31,14 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.engine.sequence import Limits
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import Json
-from nanorchestra.serving.bodies import dumps
 from nanorchestra.serving.grammars import Grammars
 from nanorchestra.serving.listening import (
     REFUSED,
     address,
     application,
     listen,
+    problem_of,
     serve,
-    status_and_line,
 )
 from nanorchestra.serving.orchestrate import MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import (
@@ -50,9 +48,9 @@ from nanorchestra.serving.protocol import (
     ChatRequest,
     Choice,
     CompletionRequest,
-    Problem,
     Refusal,
     as_choices,
+    dumps,
     merge,
     nothing_yet,
     usage,
@@ -356,23 +354,22 @@ async def until_error(parts):
             raise
         if not isinstance(error, REFUSED):
             logging.exception("an answer failed")
-        _, problem = problem_of(error)
-        yield b"data: %b\n\n" % dumps({"error": problem})
+        _, body = refusal(error)
+        yield b"data: %b\n\n" % dumps(body)
 
 
-def problem_of(error: Exception) -> tuple[int, Problem]:
+def refusal(error: Exception) -> tuple[int, Refusal]:
     """Returns the status for an exception, and OpenAI's form of it."""
-    status, message = status_and_line(error)
-    field = re.match(r"[\w.[\]]+(?=: )", message)  # a message begins with it
+    status, line, field = problem_of(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
     code = error.code if isinstance(error, UserError) else None
-    return status, {"message": message, "type": kind, "param": field and field[0], "code": code}
+    return status, {"error": {"message": line, "type": kind, "param": field, "code": code}}
 
 
 async def refuse(request: Request, error: Exception) -> Response:
     """Returns the response for an exception."""
-    status, problem = problem_of(error)
-    return JSONResponse({"error": problem}, status)
+    status, body = refusal(error)
+    return JSONResponse(body, status)
 
 
 def serve_http(server: Server, port: int) -> None:

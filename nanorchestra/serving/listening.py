@@ -4,6 +4,7 @@ The connections are uvicorn's. A reverse proxy in front bounds their number and 
 (docs/serve.md).
 """
 
+import re
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from starlette.exceptions import HTTPException
 
 from nanorchestra.errors import UserError
-from nanorchestra.serving.bodies import first_line
+from nanorchestra.validation import one_line
 
 LOCAL = ["localhost", "127.0.0.1", "[::1]"]
 REFUSED = HTTPException, RequestValidationError, UserError, TimeoutError  # clients are told of
@@ -48,19 +49,27 @@ def application(
     return app
 
 
-def status_and_line(error: Exception) -> tuple[int, str]:
-    """Returns the status of an exception, and the line that a client is told."""
+def problem_of(error: Exception) -> tuple[int, str, str | None]:
+    """Returns the status of an exception, the line that a client is told, and the wrong field."""
     if isinstance(error, RequestValidationError):
+        first, *_ = errors = error.errors()
         if isinstance(error.body, bytes):
-            return 415, "the Content-Type must be application/json"
-        return 400, first_line(error.errors(), error.body)
+            return 415, "the Content-Type must be application/json", None
+        if first["type"] == "json_invalid":
+            return 400, f"body is not JSON: {first['ctx']['error']}", "body"
+        inside = [each | {"loc": each["loc"][1:]} for each in errors]  # without "body"
+        field, line = one_line(inside, error.body, whole="body")
+        return 400, line[:500], field
     if isinstance(error, HTTPException):
-        return error.status_code, error.detail
-    if isinstance(error, UserError):
-        return 400, str(error)
-    if isinstance(error, TimeoutError):
-        return 504, "the request took too long"
-    return 500, "internal error"
+        status, line = error.status_code, error.detail
+    elif isinstance(error, UserError):
+        status, line = 400, str(error)
+    elif isinstance(error, TimeoutError):
+        status, line = 504, "the request took too long"
+    else:
+        status, line = 500, "internal error"
+    field = re.match(r"[\w.[\]]+(?=: )", line)  # a line of ours begins with it
+    return status, line, field and field[0]
 
 
 def listen(host: str, port: int) -> socket.socket:

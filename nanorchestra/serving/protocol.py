@@ -1,6 +1,7 @@
 """OpenAI's API: its bodies, which become requests of the engine; sampled ids become answers.
 
-/openapi.json, which the server publishes, is made of these types. No torch.
+pydantic checks the bodies. /openapi.json, which the server publishes, is made of these types. No
+torch.
 """
 
 import json
@@ -14,10 +15,12 @@ from typing import (
     Literal,
     NotRequired,  # pydantic needs it before Python 3.12
     Self,
+    TypeVar,
 )
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -35,12 +38,45 @@ from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Limit
 from nanorchestra.schemas import Json
-from nanorchestra.serving.bodies import Body, Many, Whole, dumps
 
+T = TypeVar("T")
+COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 LEAST = -9999.0  # stands for minus infinity, which is no JSON
 SILENT = {"enable_thinking": False}
 KEEP_ALIVE = b": still at work\n\n"  # a comment in a stream, which clients ignore
 SAMPLING = ("temperature", "top_p", "top_k", "ignore_eos")
+
+
+def dumps(value: Any, errors: str = "replace") -> bytes:
+    """Returns compact JSON in UTF-8. ValueError for NaN, infinity, "strict" also for surrogates."""
+    return COMPACT.encode(value).encode(errors=errors)
+
+
+def whole(value: Any) -> Any:
+    """Returns 1 for 1.0, which is an integer in JSON; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+Many = Annotated[list[T], Field(fail_fast=True)]  # a list that is all wrong has one error
+
+
+class Body(BaseModel):
+    """The body of a request. A text is no number; a field that is null has its default."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_json(cls, body):
+        """Leaves out what is null. ValueError for NaN, infinity or half a surrogate pair."""
+        try:
+            dumps(body, "strict")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"is not JSON: {error}") from None
+        if isinstance(body, dict):
+            return {name: value for name, value in body.items() if value is not None}
+        return body
 
 
 def text_of(content: Any) -> str:
@@ -61,7 +97,7 @@ def json_in(value: Any) -> Any:
             value = json.loads(value)
             dumps(value, "strict")
         except (ValueError, RecursionError):
-            raise ValueError(f"{value[:80]!r} is not JSON") from None
+            raise ValueError(f"is {value[:80]!r}, which is not JSON") from None
     return value
 
 
@@ -74,7 +110,7 @@ def names_in(value: Any) -> Any:
 def few(value: Any) -> Any:
     """Raises ValueError for an object of many names, each of which might be an error."""
     if isinstance(value, dict) and len(value) > MOST_NAMES:
-        raise ValueError(f"it has {len(value)} names, {MOST_NAMES} at most")
+        raise ValueError(f"has {len(value)} names, {MOST_NAMES} at most")
     return value
 
 

@@ -23,14 +23,14 @@ from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from nanorchestra.agent.threads import in_thread
-from nanorchestra.serving.bodies import Body, Whole
 from nanorchestra.serving.listening import (
     address,
     application,
     listen,
+    problem_of,
     serve,
-    status_and_line,
 )
+from nanorchestra.serving.protocol import Body, Whole
 from nanorchestra.tools.index import Index, Passage
 
 MOST_BYTES = 128 << 10  # of a body; a query of QUERY_CHARS has 96 KB at most
@@ -131,7 +131,7 @@ class SearchServer(uvicorn.Server):
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
     """Returns the response for an exception: its status, and one line."""
-    status, line = status_and_line(error)
+    status, line, _ = problem_of(error)
     return JSONResponse({"error": line}, status, getattr(error, "headers", None))
 
 

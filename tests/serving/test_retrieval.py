@@ -95,12 +95,12 @@ def test_a_bad_request_is_one_line_and_harms_nothing():
         for body, status, says in (
             (b"\xff", 400, "error parsing the body"),
             (b"[" * 100_000, 400, "error parsing the body"),
-            (b"{}", 400, "query: Field required"),
-            (b'{"query": 7}', 400, "query: should be a valid string, not 7"),
-            (b'{"query": "a", "k": 0}', 400, "k: should be greater than or equal to 1, not 0"),
-            (b'{"query": "a", "k": 1000000000}', 400, "k: should be less than or equal to 1000"),
-            (b'{"query": "a", "k": 1e400}', 400, "body: not JSON"),
-            (b'{"query": "a", "limit": 3}', 400, "limit: Extra inputs are not permitted"),
+            (b"{}", 400, "query is missing"),
+            (b'{"query": 7}', 400, "query is 7; it should be a valid string"),
+            (b'{"query": "a", "k": 0}', 400, "k is 0; it should be greater than or equal to 1"),
+            (b'{"query": "a", "k": 1000000000}', 400, "k is 1000000000; it should be less than"),
+            (b'{"query": "a", "k": 1e400}', 400, "body is not JSON"),
+            (b'{"query": "a", "limit": 3}', 400, "there is no limit"),
             (b'{"query": "%s"}' % (b"a" * (1 << 20)), 413, "Too Large"),
         ):
             answer = requests.post(f"{address}/search", body, headers=JSON, timeout=5)
