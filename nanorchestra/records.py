@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, NamedTuple
@@ -312,17 +312,22 @@ class Trajectory:
         self.logprobs += logprobs
         self.weight_versions += weight_versions
 
-    def count_calls(self, turn: Turn) -> None:
-        """Adds the calls of a turn, their US dollars, and the seconds of the slowest.
+    def add_calls(
+        self, turn: Turn, calls: Sequence[ToolCall], results: Sequence[ToolResult]
+    ) -> None:
+        """Adds calls to a turn, and bills them: their US dollars, the seconds of its slowest.
 
         A refused call does not count as one. Its name is that of the expert behind it.
         """
-        for call, result in zip(turn.calls, turn.results, strict=True):
+        before = max((result.latency_s for result in turn.results), default=0.0)
+        turn.calls += calls
+        turn.results += results
+        for call, result in zip(calls, results, strict=True):
             if not result.refused:
                 name = result.alias or call.name
                 self.calls[name] = self.calls.get(name, 0) + 1
-        self.cost_usd += sum(result.cost_usd for result in turn.results)
-        self.latency_s += max(result.latency_s for result in turn.results)
+        self.cost_usd += sum(result.cost_usd for result in results)
+        self.latency_s += max(result.latency_s for result in turn.results) - before
 
     @property
     def failure(self) -> str:

@@ -424,9 +424,9 @@ class RouterAttempt:
     def call(self, call: ToolCall) -> ToolResult:
         """Makes a call and records it as a turn."""
         (result,) = asyncio.run(self._limits.execute([call], 1))
-        turn = Turn(0, 0, "stop", [call], [result])
+        turn = Turn(0, 0, "stop")
         self.trajectory.turns.append(turn)
-        self.trajectory.count_calls(turn)
+        self.trajectory.add_calls(turn, [call], [result])
         if result.infrastructure:
             self.trajectory.status = "infrastructure"
         return result

@@ -186,9 +186,9 @@ class Attempt:
             if reply and reply.infrastructure:
                 turn.results = [reply]
             return reply and [reply]
-        turn.calls = self.context.chosen(parsed.calls)
-        turn.results = await self.user_limits.execute(turn.calls, self.settings.calls_per_turn)
-        t.count_calls(turn)
+        calls = self.context.chosen(parsed.calls)
+        results = await self.user_limits.execute(calls, self.settings.calls_per_turn)
+        t.add_calls(turn, calls, results)
         self._emit("results", turn)
         for call, result in zip(turn.calls, turn.results, strict=True):
             if self.env.kinds.get(call.name) == ANSWER and not result.error:

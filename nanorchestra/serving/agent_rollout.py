@@ -298,16 +298,7 @@ class AgentAttempt(Attempt):
             turn = t.turns[-1]
             if not turn.results:
                 turn.calls = []
-            before = max((result.latency_s for result in turn.results), default=0.0)
-            turn.calls += made
-            turn.results += results
-            after = max(result.latency_s for result in turn.results)
-            t.latency_s += max(0.0, after - before)
-            t.cost_usd += sum(result.cost_usd for result in results)
-            for call, result in zip(made, results, strict=True):
-                if not result.refused:
-                    name = result.alias or call.name
-                    t.calls[name] = t.calls.get(name, 0) + 1
+            t.add_calls(turn, made, results)
             failed = [result.content for result in results if result.infrastructure]
             if failed and not self.rollout.survives_failures:
                 self.cut = "infrastructure"
