@@ -223,9 +223,9 @@ class Request:
     ) -> str:
         """Appends a sampled token. Returns the reason to finish, or ""."""
         self.sequence.ids.append(token)
-        self.logprobs.append(logprob)
         self.top_logprobs.append(top_logprobs)
         self.weight_versions.append(weight_version)
+        self.logprobs.append(logprob)  # last: a reader in another thread goes by their number
         if self.guide is not None:
             self.guide.advance(token)
         if token in self.stop_ids:
