@@ -252,8 +252,8 @@ def _weights(q_norm_ptr, k_norm_ptr, is_q, col, HALF: tl.constexpr):
     return tl.where(is_q, q1, k1).to(tl.float32), tl.where(is_q, q2, k2).to(tl.float32)
 
 
-# Backward. A rotation turns the gradient back; the norm's gradient is that of rms_norm.py. With
-# r = x * rstd, rstd = 1 / sqrt(mean(x^2) + eps) and g = d_n * weight:
+# Backward. A rotation turns the gradient back, and the norm's follows from it. With rstd =
+# 1 / sqrt(mean(x^2) + eps), r = x * rstd and g = d_n * weight:
 #
 #     d_n[i]         = d_y[i] * cos + d_y[i + D / 2] * sin
 #     d_n[i + D / 2] = d_y[i + D / 2] * cos - d_y[i] * sin

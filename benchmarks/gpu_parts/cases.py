@@ -158,7 +158,7 @@ def other_shapes() -> list[Case]:
 
 
 def norms(shape: Shape) -> list[Case]:
-    """Returns RMSNorm and the residual addition before it, each with gradients."""
+    """Returns RMSNorm, alone and after a residual addition."""
     tokens, size = shape.tokens, 2 * shape.tokens * shape.hidden
 
     def alone():
@@ -169,9 +169,7 @@ def norms(shape: Shape) -> list[Case]:
 
     return [
         Case("rms_norm", alone, rms_norm, 2 * size),
-        Case("rms_norm backward", alone, rms_norm, 5 * size, gradients=2),
         Case("add_rms_norm", residual, add_rms_norm, 4 * size),
-        Case("add_rms_norm backward", residual, add_rms_norm, 8 * size, gradients=3),
     ]
 
 

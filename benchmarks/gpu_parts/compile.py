@@ -110,7 +110,6 @@ class KernelBudget:
 # as are the scales of 4-bit weights.
 BUDGETS = {
     "_rms_norm": KernelBudget(programs=6),
-    "_rms_norm_backward": KernelBudget(programs=2),
     "_qk_norm_rope": KernelBudget(programs=8),
     "_qk_norm_rope_backward": KernelBudget(programs=4),
     "_swiglu": KernelBudget(programs=12),

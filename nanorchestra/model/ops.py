@@ -1,7 +1,8 @@
 """Plain functions of a decoder layer: RMSNorm, SwiGLU, the norm and rotation of queries and keys.
 
 They are differentiable, hold no weights, and run on any device: Triton kernels compute CUDA
-tensors, PyTorch computes the others. Both compute at least in fp32 and round a result once.
+tensors, PyTorch computes the others, and norms of which gradients are wanted. Both compute at least
+in fp32 and round a result once.
 """
 
 import torch
@@ -21,14 +22,14 @@ def by_kernel(x: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / rms(x) * weight of each row (Zhang & Sennrich 2019, eq. 4): x [T, N]."""
-    if by_kernel(x):
+    if by_kernel(x) and not torch.is_grad_enabled():
         return kernels.rms_norm.rms_norm(x, weight, eps)
-    return _normalised(_wide(x), weight, eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns (rms_norm(sum), sum), where sum is x + residual, rounded: all [T, N]."""
-    if by_kernel(x):
+    if by_kernel(x) and not torch.is_grad_enabled():
         return kernels.rms_norm.add_rms_norm(x, residual, weight, eps)
     summed = x + residual
     return rms_norm(summed, weight, eps), summed
@@ -66,15 +67,11 @@ def qk_norm_rope(
     x = _wide(qk)
     if q_norm is not None:
         weight = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
-        x = _normalised(x, weight, eps)
+        x = F.rms_norm(x, (head_dim,), None, eps) * weight
     cos, sin = rotation.whole_heads
     x = x * cos + x.roll(head_dim // 2, -1) * sin
     q, k = x.to(qkv.dtype).split((heads, kv_heads), dim=1)
     return q, k, v
-
-
-def _normalised(x, weight, eps) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
 
 
 def _wide(x) -> Tensor:
