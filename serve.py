@@ -102,6 +102,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         options.experts != "simulated",
         "--experts is 'simulated'; it must be real, record:DIR or replay:DIR",
     )
+    require(options.model != "", "--model is empty; name one, or leave the option out for nano")
     require(options.ask is None or options.ask.strip(), "--ask: the question is empty")
     if options.mcp:
         others = options.ask or options.json or options.replay

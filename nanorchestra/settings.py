@@ -56,7 +56,7 @@ def read(kind: type[T], words: Sequence[str], names: Iterable[str] = (), **optio
         if isinstance(event, _errors.InvalidChoice):
             given = repr(event.value)
         if isinstance(event, _errors.InstantiationFailure):
-            given = event.message
+            given = event.message.rpartition(": ")[2]  # the word that int or float names last
         raise UserError(f"{option.display_name()} must be {right}: {given}")
 
     with _errors.on_parse_error(refuse):

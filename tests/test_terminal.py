@@ -76,7 +76,7 @@ def test_a_session_at_a_terminal(tmp_path):
     send(f"\x1b[200~{PASTE}\x1b[201~\r")
     screen.until("(think|answer) ")
     send("\x03")
-    screen.until(r"answer none \(stopped\).* cost \$0\.0\d+, .* [1-9]\d* tokens at \d+/s")
+    screen.until(r"answer none \(stopped\).* cost \$0\.0\d+, .* [1-9]\d* tokens")
     send("/trace\r")
     assert "half typed" not in screen.until("one two words three four five six .*stopped:")
     send("/too\t")

@@ -99,7 +99,7 @@ HEALTH = (
     Panel("Seconds per step", "phase_seconds"),
     Panel("Tokens per second", "tokens_per_s"),
     Panel("Model FLOPs utilisation, %", "mfu", 100),
-    Panel("Peak memory so far, MB", "memory_mb"),
+    Panel("Peak memory of the process so far, MB", "memory_mb"),
 )
 WARM_START = (
     Panel("Loss, nats per token", "loss"),

@@ -148,7 +148,9 @@ def footer(t: Trajectory, seconds: float, sampling: float) -> str:
             spent[name] += result.latency_s
     text = f"{bill(t.cost_usd, seconds)}, {counted(len(t.turns), 'turn')}"
     if tokens and None not in t.logprobs:  # of an endpoint, whose tokens are not these
-        text += f", {counted(tokens, 'token')} at {tokens / max(sampling, 1e-9):.0f}/s"
+        text += f", {counted(tokens, 'token')}"
+        if sampling:  # an interrupted turn has no time of its own
+            text += f" at {tokens / sampling:.0f}/s"
     for name, count in t.calls.items():
         text += f"\n{name} ({count}): {bill(usd[name], spent[name])}"
     for name, count in refusals.items():
