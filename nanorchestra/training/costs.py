@@ -48,8 +48,8 @@ class Costs:
         linear = layers * hidden * (2 * q + 2 * kv + 3 * config.intermediate_size)
         head = config.vocab_size * hidden
         # A layer keeps its input, the sum after attention and both after their norms; qkv; q, k and
-        # v as attention takes them, and its output; gate, up and their product. The log-sum-exps,
-        # one number a query head, are left out.
+        # v as attention takes them, and its output; gate, up and their product. Left out: the
+        # log-sum-exps, one number a query head, and one number of each norm.
         kept = 4 * hidden + 3 * q + 4 * kv + 3 * config.intermediate_size
         adapters = layers * (7 * hidden + 2 * q + 2 * kv + 3 * config.intermediate_size)
         flops = 2 * linear, 2 * head, 4 * layers * q

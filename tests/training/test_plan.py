@@ -31,7 +31,11 @@ def setup(gpus=8, **changes):
 
 
 def test_activations_are_what_autograd_keeps(monkeypatch):
-    """Counted by storage, with the kernels. The log-sum-exps, one a query head, come on top."""
+    """Counted by storage, with the kernels.
+
+    The log-sum-exps, one a query head, come on top, and one number of each norm. On a CPU torch
+    keeps the normalised row of each norm too.
+    """
     for module in (ops, attention):
         monkeypatch.setattr(module, "by_kernel", lambda x: True)
     shape = replace(PRESETS["nano"], hidden_size=64, intermediate_size=160, head_dim=16)
@@ -54,7 +58,9 @@ def test_activations_are_what_autograd_keeps(monkeypatch):
         return sum(x.nbytes() / 4 for at, x in storages.items() if at not in weights)
 
     of_a_layer = kept(2) - kept(1)
-    assert of_a_layer == tokens * (Costs.of(shape).activations + shape.num_attention_heads)
+    of_norms = 2 if DEVICE == "cuda" else 2 * (1 + shape.hidden_size)
+    expected = Costs.of(shape).activations + shape.num_attention_heads + of_norms
+    assert of_a_layer == tokens * expected
 
 
 def test_model_flops_are_what_torch_counts_in_the_products(nano_model):
