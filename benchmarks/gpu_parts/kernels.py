@@ -34,8 +34,9 @@ Function = Callable[..., Any]
 # With the compiled variants of the cases that are timed, but few tokens: naive versions are loops.
 CHECKED = replace(QWEN3_8B, tokens=256, rows=32, context=1100, long_context=2000, prefix=1024)
 # Multiples of the rounding. add_rms_norm norms a rounded sum, attention multiplies rounded weights.
+# Two roundings are 1.41 on average, and 1.6 in a few rows.
 ROUNDED_TWICE = ("add_rms_norm", "prefill_attention", "flash_attention")
-ONCE, TWICE, GRADIENT = 1.1, 1.6, 2.0
+ONCE, TWICE, GRADIENT = 1.1, 1.7, 2.0
 TENSOR_CORES = 2  # their sums drop bits that the interpreter's keep
 FLOORS = {torch.bfloat16: 1.66e-3 / 4, torch.float32: 2e-6}  # relative rounding at least
 DEVICE = "cuda"  # of what is timed
