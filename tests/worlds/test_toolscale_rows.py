@@ -381,7 +381,7 @@ def test_a_domain_without_the_code_of_its_tools_is_one_line_with_what_to_do(
     assert "\n" not in str(refused.value)
 
 
-def test_a_domain_of_tau2s_package_plays(cinema, monkeypatch):
+def test_a_domain_of_tau2s_package_plays(cinema, monkeypatch, no_tau2):
     state = {"initialization_data": {"agent_data": {"bookings": {"B1": {"seat": 7}}}}}
     path = cinema(*(row(n) | {"initial_state": state} for n in range(5)))
     (path.parent / "worlds" / "movie" / "toolkit.py").unlink()
@@ -454,7 +454,7 @@ get_environment = Environment
 
 
 def test_users_with_tools_of_their_own_act_and_assertions_hold(
-    tmp_path, catalogue, monkeypatch, capsys
+    tmp_path, catalogue, monkeypatch, capsys, no_tau2
 ):
     server, settings = catalogue
     package = tmp_path / "tau2" / "domains" / "phones"
