@@ -15,6 +15,7 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from tools import load_tools
 from worlds import agent_tasks, preferences, questions
+from worlds.desk import Desk
 from worlds.miniature.world import Miniature
 from worlds.mixture import Mixture
 from worlds.toolscale import dataset
@@ -99,6 +100,8 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     """Returns one world. UserError."""
     if name == Miniature.name:
         return Miniature(seed, sandbox)
+    if name == Desk.name:
+        return Desk(seed, sandbox)
     kind, _, domains = name.partition(":")
     if kind == "domains":
         chosen = [domain.strip() for domain in domains.split("+")] if ":" in name else None
@@ -111,7 +114,7 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     require(
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {Miniature.name}, "
-        f"domains, domains:NAME+NAME, {questions.PREFIX}FILE, "
+        f"{Desk.name}, domains, domains:NAME+NAME, {questions.PREFIX}FILE, "
         f"{agent_tasks.PREFIX}FILE.py:FUNCTION, a directory of data_gen.py or "
         "tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, or a .py file "
         "with an environment of your own",

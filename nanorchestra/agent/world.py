@@ -37,13 +37,15 @@ class World(Protocol):
 class Lesson:
     """One demonstrated turn: a thought, then a call or a message.
 
-    `result` is the answer of the tool or of the user; None after the last message.
+    `result` is the answer of the tool or of the user; None after the last message. `logprob` is the
+    teacher's log-probability of the turn, in nats: of what it chose, the form being given.
     """
 
     thought: str
     content: str = ""
     call: ToolCall | None = None
     result: ToolResult | None = None
+    logprob: float = 0.0
 
 
 def demonstrates(world: Any) -> bool:

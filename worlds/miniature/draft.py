@@ -40,8 +40,9 @@ def draft(world: World, seed: int, directory: Path) -> None:
 
 
 def texts(world: World, count: int) -> Iterator[str]:
-    """Yields the miniature's corpus and `count` demonstrations as text."""
-    yield from (fact["text"] for fact in corpus()[0])
+    """Yields `count` demonstrations as text; of the miniature its corpus, too."""
+    if world.name == "miniature":
+        yield from (fact["text"] for fact in corpus()[0])
     for index in range(count):
         env, turns = world.lesson(index)
         messages = list(env.messages)

@@ -1,0 +1,177 @@
+"""The desk: reproducible, solvable by what results say and only by that; a teacher of form."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections import Counter
+from dataclasses import asdict
+from statistics import fmean
+
+import pytest
+
+from nanorchestra.agent.tool import Allowance, RefusedError
+from nanorchestra.config import TaskSection
+from nanorchestra.records import Bounds, Preference, Task, ToolCall
+from worlds.desk import EXPERTS, KINDS, SKILLS, SUBJECT, TABLES, WISHES, Desk, teach
+from worlds.load import open_world
+
+
+@pytest.fixture(scope="module")
+def world(sandbox):
+    return Desk(0, sandbox)
+
+
+def tasks_of(world, split, count=400):
+    return [world.task(split, index) for index in range(count)]
+
+
+def used(env, name, **arguments):
+    return env.by_name[name].call(arguments)
+
+
+def solve(env, expert):
+    """The answer of a program that is told which words are tables, and which expert to ask."""
+    word, number = re.search(r"(\w+) (?:\* )?(\d+)\?", env.task.question).groups()
+    while not word.isdigit():
+        if word in TABLES:
+            note = json.loads(used(env, "records", table=word, id=int(number)).content)["note"]
+            named = re.search(r"([a-z]+) (\d+)\b(?!\D+\d)", note)
+            is_one = len(re.findall(r"\d+", note)) == 1
+            word, number = named.groups() if is_one else re.findall(r"\d+", note)
+        elif word in SUBJECT:
+            asked = {"expert": expert(word), "question": f"{word} {number}"}
+            return used(env, "ask", **asked).content.split()[1]
+        else:
+            return number
+    return used(env, "python", code=f"{word} * {number}").content
+
+
+def best(word):
+    return max(EXPERTS, key=lambda name: SKILLS[name][SUBJECT[word]])
+
+
+def test_a_task_is_a_function_of_seed_split_and_index_and_plain_json(world):
+    tasks = tasks_of(world, "train", 50)
+    assert tasks == tasks_of(Desk(0, None), "train", 50) != tasks_of(Desk(1, None), "train", 50)
+    assert world.task("all", 3) == world.task("held_out", 3) != world.task("train", 3)
+    for task in tasks:
+        row = json.loads(json.dumps(asdict(task)))
+        bounds = Bounds(*map(tuple, row.pop("bounds").values()))
+        assert (
+            Task(**row | {"bounds": bounds, "preference": Preference(**row["preference"])}) == task
+        )
+
+
+def test_no_row_or_matter_of_a_held_out_task_occurs_in_training(world):
+    def numbers(split):
+        named = [re.findall(r"\d{3}", task.question) for task in tasks_of(world, split)]
+        notes = [task.data["notes"] for task in tasks_of(world, split)]
+        return {
+            *sum(named, []),
+            *(row for rows in notes for table in rows.values() for row in table),
+        }
+
+    assert len(numbers("held_out")) > 100 and not numbers("held_out") & numbers("train")
+
+
+def test_the_prompt_states_wish_and_terms_and_says_that_experts_are_simulated(world):
+    seen = set()
+    for task in tasks_of(world, "train"):
+        env = world.environment(task, 0)
+        weights = task.preference.outcome, task.preference.cost, task.preference.latency
+        assert WISHES[task.preference.name][0] == weights
+        assert env.messages[0]["content"] == f"{task.question} {task.preference.text}"
+        assert task.preference.text.endswith(".")
+        seen.add(task.preference.text)
+        about = env.by_name["ask"].description
+        for name, (cents, seconds) in task.data["offers"].items():
+            assert f"{name} {cents:02d}c {seconds:02d}s" in about and "simulated" in about
+            result = used(env, "ask", expert=name, question="king 700")
+            assert result.alias == name and not result.error
+            assert result.cost_usd == pytest.approx(cents / 100, rel=0.16)
+            assert result.latency_s == pytest.approx(seconds, rel=0.16)
+            most = env.by_name["ask"].most_usd({"expert": name, "question": "king 700"})
+            assert result.cost_usd <= most <= task.bounds.cost_usd[1] * 1.15
+    assert len(seen) == 12
+
+
+def test_what_experts_say_is_a_function_of_the_seed_and_as_good_as_their_skill(world):
+    right, unsure = {}, {True: [], False: []}
+    for index in range(4000):
+        task = world.task("train", index)
+        if task.kind != "matter":
+            continue
+        (matter,) = task.data["answers"]
+        env, again = world.environment(task, 5), world.environment(task, 5)
+        for name in EXPERTS:
+            said = used(env, "ask", expert=name, question=matter).content
+            assert said == used(again, "ask", expert=name, question=f" {matter} ").content
+            how, value = said.split(": ")
+            is_right = value == task.data["answer"]
+            right.setdefault((name, SUBJECT[matter.split()[0]]), []).append(is_right)
+            unsure[is_right].append(how == "unsure")
+    for (name, subject), found in right.items():
+        assert fmean(found) == pytest.approx(SKILLS[name][subject], abs=0.09)
+    assert fmean(unsure[True]) == pytest.approx(0.1, abs=0.04)
+    assert fmean(unsure[False]) == pytest.approx(0.4, abs=0.06)
+
+
+def test_nothing_that_a_policy_may_write_is_more_than_an_observation(world):
+    env = world.environment(world.task("train", 0), 0)
+    word = next(iter(SUBJECT))
+    assert used(env, "records", table=word, id=700).content == f"Error: no {word} 700"
+    for question in ("", "   ", "nothing", "what is it?", f"{word}"):
+        result = used(env, "ask", expert="ant", question=question)
+        assert re.fullmatch(r"(un)?sure: \d\d", result.content) and not result.error
+    with pytest.raises(RefusedError):
+        env.prepare(ToolCall("ask", {"expert": "dog", "question": "king 700"}), Allowance())
+
+
+def test_a_program_that_knows_all_solves_it_and_no_policy_that_decides_on_the_prompt_can(world):
+    tasks = tasks_of(world, "held_out", 1000)
+    solved = [
+        env.score(f" {solve(env, best)} ") for env in (world.environment(task, 0) for task in tasks)
+    ]
+    kinds = [task.kind for task in tasks]
+    assert set(kinds) == set(KINDS)
+    certain = [ok for ok, kind in zip(solved, kinds, strict=True) if "matter" not in kind]
+    assert all(certain) and fmean(solved) == pytest.approx(0.956, abs=0.025)
+    # Without a result as an argument only these are within reach.
+    within_reach = [kind in ("matter", "product", "value") for kind in kinds]
+    assert fmean(a * b for a, b in zip(solved, within_reach, strict=True)) < 0.35
+
+
+def test_the_teacher_has_the_form_and_not_what_pays(world):
+    right, asked = [], Counter()
+    for index in range(1500):
+        env, lessons = world.lesson(index)
+        right.append(env.score(lessons[-1].content))
+        for lesson in lessons:
+            if lesson.call:
+                env.prepare(lesson.call, Allowance())  # RefusedError if it has another form
+                asked[lesson.call.arguments.get("expert")] += 1
+    assert fmean(right) == pytest.approx(0.27, abs=0.04)
+    shares = [asked[name] / sum(asked[each] for each in EXPERTS) for name in EXPERTS]
+    assert shares == pytest.approx([1 / 3] * 3, abs=0.04)
+
+
+def test_the_teacher_says_how_likely_its_choices_were(world):
+    """The warm start ends by it: an attempt is as frequent as its turns say."""
+    task = next(task for task in tasks_of(world, "train") if task.kind == "value")
+    attempts, likely = Counter(), {}
+    for number in range(2000):
+        lessons = teach(world.environment(task, 0), random.Random(number))
+        attempt = tuple((lesson.call and str(lesson.call), lesson.content) for lesson in lessons)
+        attempts[attempt] += 1
+        likely[attempt] = math.exp(sum(lesson.logprob for lesson in lessons))
+    assert len(attempts) > 50 and sum(likely.values()) == pytest.approx(1.0, abs=0.2)
+    for attempt, count in attempts.items():
+        assert count / 2000 == pytest.approx(likely[attempt], abs=0.03)
+
+
+def test_the_name_opens_the_world(sandbox):
+    opened = open_world(TaskSection(world="desk"), 3, sandbox)
+    assert opened.task("train", 1) == Desk(3, None).task("train", 1)
