@@ -94,6 +94,7 @@ EVERY_NTH = 7  # a number divisible by it names rows and matters of held-out tas
 TERMS = ("cheap", "fast")  # the wishes that mind an expert's price, and its seconds
 # The teacher: the weights of looking up and of answering, that of asking an expert being 1.
 LOOK_UP, ANSWER = 3.0, 2.0
+SIGNS = {"times": "*", "plus": "+"}
 MOST_CALLS = 6
 LESSONS = 4
 
@@ -241,6 +242,19 @@ def log_uniform(rng: random.Random, bounds: tuple[int, int]) -> int:
     return round(math.exp(rng.uniform(low, high)))
 
 
+def asked(question: str) -> tuple[str, str]:
+    """Returns what a question is about: a word and a number, or two numbers to multiply."""
+    return re.search(r"(\w+) (?:\* )?(\d+)\?", question).groups()
+
+
+def named(text: str) -> tuple[str, ...]:
+    """Returns what a result names: a word and a number, two numbers to multiply, or a number."""
+    numbers, word = re.findall(r"\d+", text), re.search(r"[a-z]+ (?=\d)", text)
+    if word and len(numbers) == 1:
+        return word[0].strip(), numbers[0]
+    return tuple(numbers)
+
+
 # The teacher.
 
 
@@ -250,59 +264,65 @@ class Step:
 
     `about` has a word and a number ("trial", "388"), two numbers to multiply, or one number.
     `said` is what experts said, by their names. `failed`: the records have no such row. `tried` are
-    the calls that were made.
+    the choices that were made.
     """
 
-    about: Sequence[str]
+    about: tuple[str, ...]
     said: dict[str, str] = field(default_factory=dict)
     failed: bool = False
-    tried: list[ToolCall] = field(default_factory=list)
+    tried: list[str] = field(default_factory=list)
 
-    def calls(self) -> list[tuple[ToolCall, float]]:
-        """Returns the calls of the right form that were not tried, with their weights."""
+    def choices(self) -> dict[str, float]:
+        """Returns the weights of the calls of the right form that were not tried, by name."""
         if len(self.about) < 2:
-            return []
-        first, second = self.about
-        if first.isdigit():
-            codes = f"{first} * {second}", f"{first} + {second}"
-            options = [(ToolCall("python", {"code": code}), 1.0) for code in codes]
+            weights = {}
+        elif self.about[0].isdigit():
+            weights = dict.fromkeys(SIGNS, 1.0)
         else:
-            options = [(ToolCall("records", {"table": first, "id": int(second)}), LOOK_UP)]
-            for name in EXPERTS:
-                asked = {"expert": name, "question": f"{first} {second}"}
-                options.append((ToolCall("ask", asked), 1.0))
-        return [(call, weight) for call, weight in options if call not in self.tried]
+            weights = {"records": LOOK_UP} | dict.fromkeys(EXPERTS, 1.0)
+        return {name: weight for name, weight in weights.items() if name not in self.tried}
 
-    def answers(self) -> list[tuple[str, float]]:
-        """Returns the numbers that may be the answer, with their weights."""
+    def call(self, choice: str) -> ToolCall:
+        """Returns the call of a choice."""
+        first, second = self.about
+        if choice in SIGNS:
+            return ToolCall("python", {"code": f"{first} {SIGNS[choice]} {second}"})
+        if choice == "records":
+            return ToolCall("records", {"table": first, "id": int(second)})
+        return ToolCall("ask", {"expert": choice, "question": f"{first} {second}"})
+
+    def answers(self) -> list[str]:
+        """Returns the numbers that may be the answer."""
         said = [text.split()[1] for text in self.said.values()]
-        numbers = set(said or filter(str.isdigit, self.about))
-        return [(number, ANSWER / len(numbers)) for number in sorted(numbers)]
+        return sorted(set(said or filter(str.isdigit, self.about)))
 
 
 def teach(env: ToolEnvironment, rng: random.Random) -> list[Lesson]:
     """Returns the turns of one attempt that has the right form and chooses at random."""
     task, lessons = env.task, []
-    word, number = re.search(r"(\w+) (?:\* )?(\d+)\?", task.question).groups()
-    step = Step((word, number))
+    step = Step(asked(task.question))
     while True:
-        calls = step.calls() if len(lessons) < MOST_CALLS else []
-        options = calls + (step.answers() if lessons else [])
-        weights = [weight for _, weight in options]
-        choice, weight = rng.choices(options, weights)[0]
-        logprob = math.log(weight / sum(weights))
-        if isinstance(choice, str):
-            return [*lessons, Lesson(thought(task, step), choice, logprob=logprob)]
-        result = env.by_name[choice.name].call(choice.arguments)
-        lessons.append(Lesson(thought(task, step), call=choice, result=result, logprob=logprob))
+        weights = step.choices() if len(lessons) < MOST_CALLS else {}
+        if lessons:
+            weights |= {"answer": ANSWER}
+        (choice,) = rng.choices(list(weights), list(weights.values()))
+        logprob = math.log(weights[choice] / sum(weights.values()))
+        text = thought(task, step, choice)
+        if choice == "answer":
+            answers = step.answers()
+            logprob -= math.log(len(answers))
+            return [*lessons, Lesson(text, rng.choice(answers), logprob=logprob)]
+        call = step.call(choice)
+        result = env.by_name[call.name].call(call.arguments)
+        lessons.append(Lesson(text, call=call, result=result, logprob=logprob))
         step = follow(step, choice, result)
 
 
-def thought(task: Task, step: Step) -> str:
-    """Returns what the policy writes before it acts: "cheap cat ant. unsure 42. trial 388".
+def thought(task: Task, step: Step, choice: str) -> str:
+    """Returns what the policy writes before it acts: "cheap cat ant. unsure 42. 388 trial ant".
 
     It is the wish, the experts that were not asked, from the best terms for that wish on, what the
-    others said, and what the turn is about.
+    others said, what the turn is about, and the choice: one word, after the one it depends on.
     """
     wish = task.preference.name
     left = [name for name in EXPERTS if name not in step.said]
@@ -310,18 +330,15 @@ def thought(task: Task, step: Step) -> str:
         left.sort(key=lambda name: task.data["offers"][name][TERMS.index(wish)])
     notes = ["failed"] if step.failed else []
     said = ", ".join(notes + list(step.said.values()))
-    return ". ".join(filter(None, [" ".join([wish, *left]), said, " ".join(step.about)]))
+    about = " ".join([*reversed(step.about), choice])
+    return ". ".join(filter(None, [" ".join([wish, *left]), said, about]))
 
 
-def follow(step: Step, call: ToolCall, result: ToolResult) -> Step:
+def follow(step: Step, choice: str, result: ToolResult) -> Step:
     """Returns the next step after a call: what the result names, or the same with what was said."""
-    text, numbers = result.content, re.findall(r"\d+", result.content)
-    if call.name == "ask":
-        said = step.said | {call.arguments["expert"]: text.replace(":", "")}
-        return replace(step, said=said, tried=[*step.tried, call])
+    text, tried = result.content, [*step.tried, choice]
+    if choice in EXPERTS:
+        return replace(step, said=step.said | {choice: text.replace(":", "")}, tried=tried)
     if result.error:
-        return replace(step, failed=True, tried=[*step.tried, call])
-    named = re.search(r"([a-z]+) \d+", text)
-    if named and len(numbers) == 1:
-        return Step(named[0].split())
-    return Step(numbers)
+        return replace(step, failed=True, tried=tried)
+    return Step(named(text))

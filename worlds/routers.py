@@ -32,6 +32,8 @@ from nanorchestra.schemas import Json
 from nanorchestra.tools.roles import final_answer
 from reward import task_rewards
 from tools import Skill
+from worlds.desk import Desk
+from worlds.desk_programs import PROGRAMS, Program
 from worlds.judge import normalise
 from worlds.miniature.offers import (
     Offer,
@@ -69,6 +71,8 @@ def routers_of(world: World) -> dict[str, Router]:
     tasks = [world.task("held_out", index) for index in range(SEEN)]
     if world.name == MINIATURE:
         names = list(TOOL_ORDERS)
+    elif world.name == Desk.name:
+        names = list(PROGRAMS)
     elif isinstance(world, DomainWorld) and not any(map(experts, tasks)):
         names = list(CONTROLS)
     elif not all(task.world == MINIATURE or experts(task) for task in tasks):
@@ -98,6 +102,8 @@ class Router:
 
     def _play(self, env: Environment, seed: int) -> Trajectory:
         with in_attempt(seed):
+            if env.task.world == Desk.name:
+                return play_program(PROGRAMS[self.name](env.task), env, seed)
             if env.task.world == MINIATURE:
                 use = vote if self.name == VOTE else use_until_sure
                 return use(TOOL_ORDERS[self.name](env.task), env, seed)
@@ -283,6 +289,20 @@ def _use(offer: Offer, attempt: RouterAttempt) -> Reading:
         row = reading.next_row
         if row is None:
             return reading
+
+
+# The desk: an attempt.
+
+
+def play_program(program: Program, env: Environment, seed: int = 0) -> Trajectory:
+    """Returns an attempt that a program of desk_programs.py plays."""
+    attempt, result = RouterAttempt(env, seed), None
+    try:
+        while not attempt.failed:
+            result = attempt.call(program.send(result))
+    except StopIteration as end:
+        attempt.trajectory.answer = end.value
+    return attempt.finish()
 
 
 # Other worlds: the experts on offer, and orders of them.
