@@ -27,6 +27,7 @@ import re
 import subprocess
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections import defaultdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, to_row
+from nanorchestra.units import dollars, mean_and_ends, percent
 from worlds import metrics
 from worlds.load import note_on_tools, open_world
 from worlds.policies import ROUTERS, RUNS, Policy, parse
@@ -185,8 +187,8 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
     write_comparison(run.path)
     show(summaries)
     if spending.bill:
-        parts = ", ".join(f"{name} ${usd:.4g}" for name, usd in spending.bill.most_common())
-        print(f"paid to endpoints: ${sum(spending.bill.values()):.4g} ({parts})")
+        parts = ", ".join(f"{name} {dollars(usd)}" for name, usd in spending.bill.most_common())
+        print(f"paid to endpoints: {dollars(sum(spending.bill.values()))} ({parts})")
     require(not problem, problem)
     print(f"{run.path}: report.html, summary.json")
 
@@ -411,7 +413,7 @@ def show(worlds: dict[str, Json]) -> None:
         kinds = next(iter(summaries.values()))["right_by_kind"]
         if len(kinds) > 1:
             told = list(summaries)[:KINDS_OF]
-            rows = [["right by kind, %", "tasks", *(name[:26] for name in told)]]
+            rows = [["right by kind", "tasks", *(name[:26] for name in told)]]
             for kind, first in kinds.items():
                 shares = (summaries[name]["right_by_kind"].get(kind) for name in told)
                 rows.append([kind, str(first["tasks"]), *map(_share_text, shares)])
@@ -461,11 +463,11 @@ def _read_run(path: Path) -> tuple[dict[str, metrics.Pairs], set[str]]:
 
 
 def _share_text(share: Json | None) -> str:
-    """Returns a share of tasks with its interval, in percent; "-" for none."""
+    """Returns a share of tasks with its interval; "-" for none."""
     if not share:
         return "-"
-    right, low, high = (round(100 * share[name]) for name in ("right", "low", "high"))
-    return f"{right} [{low}, {high}]"
+    whole = partial(percent, decimals=0)
+    return mean_and_ends(whole, share["right"], share["low"], share["high"])
 
 
 if __name__ == "__main__":

@@ -157,9 +157,9 @@ def advantage() -> Finding:
     Three attempts; the user weighs a right answer 1, low cost 1 and little time 0.5.
 
         outcome  cost   time     Mn: outcome  cost  time     R = outcome * (Mn . P)
-        1        10 m$  10 s         1        0     1        1 * (1 + 0 + 0.5) = 1.5
-        1         2 m$  30 s         1        1     0        1 * (1 + 1 + 0)   = 2
-        0         6 m$  20 s         0        0.5   0.5      0
+        1        $0.01  10 s         1        0     1        1 * (1 + 0 + 0.5) = 1.5
+        1        $0.002 30 s         1        1     0        1 * (1 + 1 + 0)   = 2
+        0        $0.006 20 s         0        0.5   0.5      0
 
     Their mean is 7/6, the deviations are 2/6, 5/6 and -7/6, and the standard deviation is
     sqrt((4 + 25 + 49) / 36 / 2) = sqrt(13 / 12).

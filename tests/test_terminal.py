@@ -82,9 +82,9 @@ def test_a_session_at_a_terminal(tmp_path):
     send("/too\t")
     screen.until("too.*ls")
     send("\r")
-    screen.until(r"python \(\$0\.00100 per call\): Runs Python\.")
+    screen.until(r"python \(\$0\.001 per call\): Runs Python\.")
     send("\x1b[A\r")  # the line before
-    screen.until(r"python \(\$0\.00100 per call\): Runs Python\.")
+    screen.until(r"python \(\$0\.001 per call\): Runs Python\.")
     send("/frob\r")
     screen.until("serve.py: /frob: no such command")
     send("\x04")

@@ -20,7 +20,6 @@ from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import append_line, read_json_lines
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, Trajectory
-from nanorchestra.report.tables import number
 from nanorchestra.report.terminal import Console, counted, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json
@@ -29,6 +28,7 @@ from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, replay, to_row
+from nanorchestra.units import bill, dollars
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import as_listed, names_of, reached
 from worlds.load import knows_only_miniature
@@ -39,8 +39,6 @@ from worlds.preferences import worded
 
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 SEARCH = "Finds passages of documents for a query of a few words."
-PER_MILLION = "${0.input_per_million:g} in, ${0.output_per_million:g} out per million tokens"
-TOTAL = "\nsession: ${usd:.4g}, {seconds:.1f} s, {answers} answers"
 KEYS = "Ctrl-C stops an answer, /quit or Ctrl-D leaves; Tab completes, Alt-Enter breaks the line"
 COPIED = 3  # examples, to copy
 FRIENDLY = (
@@ -253,7 +251,8 @@ class Terminal:
         tokens = 0 if None in t.logprobs else sum(t.sampled)  # an endpoint's are not known as ids
         self.total.update(answers=1, tokens=tokens, usd=t.cost_usd, seconds=seconds)
         if self.total["answers"] > 1:
-            text += TOTAL.format(**self.total)
+            spent = bill(self.total["usd"], self.total["seconds"])
+            text += f"\nsession: {spent}, {counted(self.total['answers'], 'answer')}"
             text += f", {tokens} tokens" if (tokens := self.total["tokens"]) else ""
         console.say("cost", text)
         console.end()
@@ -277,7 +276,7 @@ class Terminal:
             return f"a turn was longer than {settings.turn_tokens} tokens"
         if t.status == "user_limit":
             usd, seconds = preference.usd, preference.seconds
-            stated = [f"${usd:g}"] if usd is not None else []
+            stated = [dollars(usd)] if usd is not None else []
             stated += [f"{seconds:g} s"] if seconds is not None else []
             return f"the limit of {' and '.join(stated)} is reached"
         return "the model wrote nothing" if t.status == "answered" else t.status
@@ -385,7 +384,7 @@ def binding(preference: Preference) -> str:
     """Returns the limits of a preference in words: "never gpt-5, at most $0.05", or "nothing"."""
     limits = [f"never {' or '.join(preference.never)}"] if preference.never else []
     if preference.usd is not None:
-        limits.append(f"at most ${preference.usd:g}")
+        limits.append(f"at most {dollars(preference.usd)}")
     if preference.seconds is not None:
         limits.append(f"at most {preference.seconds:g} s")
     return ", ".join(limits) or "nothing"
@@ -393,7 +392,10 @@ def binding(preference: Preference) -> str:
 
 def price(tool: Tool) -> str:
     """Returns what a tool charges, in US dollars."""
-    models = getattr(tool, "experts", {"": tool}).values()
-    charges = [PER_MILLION.format(model.price) for model in models if hasattr(model, "price")]
-    charges += [f"${number(usd)} per {unit}" for unit, usd in tool.prices.items() if usd]
+    charges = []
+    for model in getattr(tool, "experts", {"": tool}).values():
+        if hasattr(model, "price"):
+            usd_in, usd_out = map(dollars, model.price)
+            charges.append(f"{usd_in} in, {usd_out} out per million tokens")
+    charges += [f"{dollars(usd)} per {unit}" for unit, usd in tool.prices.items() if usd]
     return "; ".join(dict.fromkeys(charges)) or "free"

@@ -18,6 +18,7 @@ from nanorchestra.agent.failures import failed
 from nanorchestra.agent.threads import in_thread
 from nanorchestra.records import RESULT_WORDS, ToolCall, ToolResult, banned
 from nanorchestra.schemas import Json, argument_error
+from nanorchestra.units import dollars
 
 RESULT_CHARS = 16_000  # of texts without spaces
 WORD = re.compile(r"\S+")
@@ -216,9 +217,3 @@ def all_ban_names(tools: Iterable[Tool]) -> list[str]:
     for tool in tools:
         known |= tool.ban_names() | set(all_ban_names(tool.helpers))
     return sorted(known)
-
-
-def dollars(usd: float) -> str:
-    """Returns US dollars with two digits: "$0.012", "$0.000011"."""
-    digits = f"{float(f'{usd:.2g}'):.9f}".rstrip("0").rstrip(".")
-    return f"${digits}"

@@ -19,6 +19,7 @@ from nanorchestra.report.tables import (
 )
 from nanorchestra.report.trace import Attempt, Pair, instructive
 from nanorchestra.schemas import Json
+from nanorchestra.units import Write, decimal, percent, seconds
 
 
 def recorded_attempts(path: Path) -> Iterator[Json]:
@@ -49,7 +50,7 @@ def write_comparison(path: Path) -> None:
 def _summary_table(worlds: dict[str, dict[str, Json]]) -> Rows:
     """Right answers by world, and the means of cost and time over the worlds, by policy."""
     means = ("cost_usd", "latency_s")
-    rows = [["", *(f"{world} %" for world in worlds), *(MEASURES[key].title for key in means)]]
+    rows = [["", *worlds, *(MEASURES[key].title for key in means)]]
     for policy in dict.fromkeys(name for policies in worlds.values() for name in policies):
         rights = [cell(policies.get(policy, {}), "accuracy", True) for policies in worlds.values()]
         played = [policies[policy] for policies in worlds.values() if policy in policies]
@@ -76,20 +77,22 @@ def _world(name: str, policies: dict[str, Json]) -> Json:
         "frontiers": frontiers(policies, name),
         "scores": scores_table(policies),
         "failures": failures(policies),
-        "pass_hat": _numbers(rates),
+        "pass_hat": _numbers(rates, percent),
         "calls": _numbers({policy: scores["calls"] for policy, scores in policies.items()}),
-        "seconds": _numbers({policy: scores["seconds_by"] for policy, scores in policies.items()}),
+        "seconds": _numbers(
+            {policy: scores["seconds_by"] for policy, scores in policies.items()}, seconds
+        ),
         "rewards": _numbers(rewards),
         "differences": differences,
     }
 
 
-def _numbers(values: dict[str, dict[str, float]]) -> Rows:
+def _numbers(values: dict[str, dict[str, float]], write: Write = decimal) -> Rows:
     """A table of numbers by policy and by the name of a column; 0 where a policy has none."""
     columns = sorted({column for numbers in values.values() for column in numbers})
     rows = [["", *columns]]
     for policy, numbers in values.items():
-        rows.append([policy, *(f"{numbers.get(column, 0):z.2f}" for column in columns)])
+        rows.append([policy, *(write(numbers.get(column, 0)) for column in columns)])
     return rows
 
 

@@ -1,7 +1,7 @@
 """The figures of the pages, drawn by matplotlib as SVG from plain rows.
 
 A figure has no background, its text has the colour of the page around it, and all other colours
-read on light and dark pages. Money is in m$, thousandths of a dollar.
+read on light and dark pages.
 """
 
 import io
@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from nanorchestra.report.tables import shortened
 from nanorchestra.schemas import Json
+from nanorchestra.units import Write, dollars, percent, seconds
 
 COLOURS = (
     *("#3b82d6", "#d9902f", "#35a876", "#c05fa8", "#5fb0dd", "#d9623b"),
@@ -59,30 +60,30 @@ LEGEND_CHARS = 28  # of a policy's name
 
 
 class Panel(NamedTuple):
-    """A chart of metrics by step: its keys in a row, and the factor to its unit.
+    """A chart of metrics by step: its keys in a row, and how its axis writes their values.
 
     keys: each, after a space, has a number, or numbers by name, which are a line each.
     """
 
     title: str
     keys: str
-    factor: float = 1.0
+    write: Write | None = None  # plain numbers
 
 
 LEARNING = (
     Panel("Reward that is trained on", "reward"),
-    Panel("Right answers, %", "accuracy", 100),
-    Panel("Cost per task, m$", "cost_usd", 1000),
-    Panel("Latency per task, s", "latency_s"),
+    Panel("Right answers", "accuracy", percent),
+    Panel("Cost per task", "cost_usd", dollars),
+    Panel("Time per task", "latency_s", seconds),
     Panel("Preference score", "preference"),
-    Panel("Bans broken, %", "avoided_rate", 100),
+    Panel("Bans broken", "avoided_rate", percent),
     Panel("Parts of the reward by the price list", "reward_parts"),
 )
 TOOLS = (
     Panel("Calls per trajectory, by kind of tool", "calls"),
-    Panel("Cost per task, by payee, m$", "costs_usd", 1000),
-    Panel("Seconds per task, by who takes them", "seconds_by"),
-    Panel("Bill of the run at endpoints, $", "bill_usd"),
+    Panel("Cost per task, by payee", "costs_usd", dollars),
+    Panel("Time per task, by who takes it", "seconds_by", seconds),
+    Panel("Bill of the run at endpoints", "bill_usd", dollars),
 )
 HEALTH = (
     Panel("GRPO loss", "loss"),
@@ -91,21 +92,21 @@ HEALTH = (
     Panel("KL(sampler || trainer), nats per token", "mismatch_kl"),
     Panel("Probability, trainer / sampler", "mismatch_ratio mismatch_ratio_max"),
     Panel("Gradient norm", "grad_norm"),
-    Panel("Ratios clipped, %", "clip_fraction", 100),
+    Panel("Ratios clipped", "clip_fraction", percent),
     Panel("Std of rewards within a group", "group_std"),
-    Panel("Left out of training, %", "filtered", 100),
-    Panel("Well-formed trajectories, %", "well_formed", 100),
+    Panel("Left out of training", "filtered", percent),
+    Panel("Well-formed trajectories", "well_formed", percent),
     Panel("Turns per trajectory", "turns"),
-    Panel("Seconds per step", "phase_seconds"),
+    Panel("Time per step", "phase_seconds", seconds),
     Panel("Tokens per second", "tokens_per_s"),
-    Panel("Model FLOPs utilisation, %", "mfu", 100),
+    Panel("Model FLOPs utilisation", "mfu", percent),
     Panel("Peak memory of the process so far, MB", "memory_mb"),
 )
 WARM_START = (
     Panel("Loss, nats per token", "loss"),
     Panel("Entropy, nats per token", "entropy"),
     Panel("Gradient norm", "grad_norm"),
-    Panel("Seconds per step", "phase_seconds"),
+    Panel("Time per step", "phase_seconds", seconds),
     Panel("Tokens per second", "tokens_per_s"),
 )
 
@@ -144,19 +145,21 @@ def frontier(policies: dict[str, Json], turns: bool = False) -> str:
         rows = math.ceil(len(shown) / 2)  # of the legend
         figure = Figure(figsize=(FRONTIER_WIDTH, FRONTIER_HEIGHT + LEGEND_ROW * rows))
         axes = figure.subplots()
-        axes.set_title("Right answers on held-out tasks, %")
+        axes.set_title("Right answers on held-out tasks")
+        _write_axis(axes.yaxis, percent)
         if turns:
             axes.set_xlabel("turns allowed")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         else:
-            axes.set_xlabel("cost per task, m$ (thousandths of a dollar)")
+            axes.set_xlabel("cost per task")
+            _write_axis(axes.xaxis, dollars)
         points = []
         for place, (name, scores) in enumerate(shown.items()):
-            y, up = _point(scores, "accuracy", 100)
+            y, up = _point(scores, "accuracy")
             if turns:
                 x, wide = int(re.search(r":turns=(\d+)", name)[1]), None
             else:
-                x, wide = _point(scores, "cost_usd", 1000)
+                x, wide = _point(scores, "cost_usd")
             points.append((x, y))
             axes.errorbar(
                 x,
@@ -198,12 +201,14 @@ def _curve(panel, lines, rows) -> str:
     axes.set_title(panel.title)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    if panel.write:
+        _write_axis(axes.yaxis, panel.write)
     for place, (name, (steps, values)) in enumerate(lines.items()):
         colour = COLOURS[place % len(COLOURS)]
         dash = DASHES[place // len(COLOURS) % len(DASHES)]
         chosen = _spread(len(steps))
         steps = np.array(steps)[chosen]
-        values = panel.factor * np.array(values)
+        values = np.array(values, float)
         strong = {"color": colour, "linestyle": dash, "linewidth": 1.6}
         if len(steps) < 10:
             strong["marker"] = "."
@@ -215,10 +220,14 @@ def _curve(panel, lines, rows) -> str:
             chosen = _spread(len(known))
             steps = np.array([row["step"] for row in known])
             low, high = np.array([row["group_quartiles"][name] for row in known], float).T
-            low, high = panel.factor * _recent_means(low), panel.factor * _recent_means(high)
-            band = steps[chosen], low[chosen], high[chosen]
+            band = steps[chosen], _recent_means(low)[chosen], _recent_means(high)[chosen]
             axes.fill_between(*band, color=colour, alpha=0.15, linewidth=0)
     return _svg(figure, columns=4 if len(lines) > 1 else 0)
+
+
+def _write_axis(axis, write) -> None:
+    """Labels the ticks of an axis by a function of units.py."""
+    axis.set_major_formatter(lambda value, _: write(value))
 
 
 def _recent_means(values) -> np.ndarray:
@@ -235,7 +244,7 @@ def _spread(count) -> np.ndarray:
     return np.linspace(0, count - 1, min(count, POINTS)).astype(int)
 
 
-def _point(scores, key, factor):
+def _point(scores, key):
     """A score, and how far its interval reaches below and above it.
 
     Rounding may put the score of equal attempts outside of its interval; a reach is at least 0.
@@ -243,7 +252,7 @@ def _point(scores, key, factor):
     value = scores[key]
     low, high = scores.get("intervals", {}).get(key, (value, value))
     below, above = max(0.0, value - low), max(0.0, high - value)
-    return factor * value, [[factor * below], [factor * above]]
+    return value, [[below], [above]]
 
 
 def _svg(figure, columns) -> str:

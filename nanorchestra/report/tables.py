@@ -1,39 +1,36 @@
 """Scores as rows of texts: one table for the terminal and the pages."""
 
-import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from nanorchestra.schemas import Json
+from nanorchestra.units import Write, decimal, dollars, mean_and_ends, percent, seconds
 
 Rows = list[list[str]]  # the first row has the titles of the columns, a row begins with a name
 
 
 class Measure(NamedTuple):
-    """How a score is written: the title of its column with the unit, and the factor to that unit.
-
-    decimals: None for three significant digits.
-    """
+    """A score of a task: the title of its column, and how its values are written."""
 
     title: str
-    factor: float = 1.0
-    decimals: int | None = None
+    write: Write
 
 
 MEASURES = {
-    "reward": Measure("reward", decimals=3),
-    "accuracy": Measure("right %", 100, 1),
-    "cost_usd": Measure("cost m$", 1000),
-    "latency_s": Measure("time s", decimals=1),
-    "cost_per_correct_usd": Measure("cost/right m$", 1000),
-    "preference": Measure("preference", decimals=3),
-    "avoided_rate": Measure("bans broken %", 100, 1),
-    "turns": Measure("turns", decimals=1),
-    "tokens": Measure("tokens", decimals=0),
-    "published": Measure("appendix L", decimals=3),
-    "tasks": Measure("tasks", decimals=0),
-    "failed": Measure("failed", decimals=0),
-    "reward_of_calls": Measure("reward of calls", decimals=3),
+    "reward": Measure("reward", decimal),
+    "accuracy": Measure("right", percent),
+    "cost_usd": Measure("cost", dollars),
+    "latency_s": Measure("time", seconds),
+    "cost_per_correct_usd": Measure("cost/right", dollars),
+    "preference": Measure("preference", decimal),
+    "avoided_rate": Measure("bans broken", percent),
+    "turns": Measure("turns", partial(decimal, decimals=1)),
+    "tokens": Measure("tokens", partial(decimal, decimals=0)),
+    "published": Measure("appendix L", decimal),
+    "tasks": Measure("tasks", partial(decimal, decimals=0)),
+    "failed": Measure("failed", partial(decimal, decimals=0)),
+    "reward_of_calls": Measure("reward of calls", decimal),
 }
 MAIN = ("reward", "accuracy", "cost_usd", "latency_s")  # with a name they fit 80 columns
 FIRST_COLUMN = 38  # characters, so that a table fits a terminal of 80
@@ -87,14 +84,14 @@ def _measured(policies: dict[str, Json]) -> list[str]:
 
 
 def cell(scores: Json, name: str, interval: bool = False) -> str:
-    """Returns a score in its unit, with half of its interval if asked for; "-" if it has none."""
-    _, factor, decimals = MEASURES[name]
+    """Returns a score, with half of its interval if asked for; "-" if it has none."""
+    write = MEASURES[name].write
     if scores.get(name) is None:
         return "-"
-    text = number(factor * scores[name], decimals)
+    text = write(scores[name])
     low, high = scores.get("intervals", {}).get(name, (None, None))
     if interval and low is not None:
-        text += f" ±{number(factor * (high - low) / 2, decimals)}"
+        text += f" ±{write((high - low) / 2)}"
     return text
 
 
@@ -110,18 +107,11 @@ def failures(policies: dict[str, Json]) -> list[str]:
 
 
 def difference(behind: dict[str, Sequence[float | None]], name: str) -> str:
-    """Returns a mean difference with its 95% interval and p; what is not known is "-"."""
+    """Returns a mean difference with its 95% interval and p; "-" if there is none."""
     if name not in behind:
         return "-"
-    _, factor, decimals = MEASURES[name]
-    form = "+.3g" if decimals is None else f"+.{decimals}f"
     *ends, p = behind[name]
-    texts = []
-    for end in ends:
-        known = end is not None and math.isfinite(end)
-        texts.append(f"{factor * end:{form}}" if known else "-")
-    mean, low, high = texts
-    return f"{mean} [{low}, {high}] p={p:.2g}"
+    return f"{mean_and_ends(MEASURES[name].write, *ends, sign='+')} p={p:.2g}"
 
 
 def held_out_scores(summary: Json) -> dict[str, Json]:
@@ -146,15 +136,3 @@ def aligned(rows: Rows) -> list[str]:
 def shortened(text: str, chars: int) -> str:
     """Returns the end of a text that is longer than `chars`, after "..."."""
     return text if len(text) <= chars else "..." + text[3 - chars :]
-
-
-def number(value: float, decimals: int | None = None) -> str:
-    """Returns a number with so many decimals, or three significant digits without exponent.
-
-    Examples of the latter are 0.0412, 3.14, 15.9 and 1,234.
-    """
-    if decimals is None:
-        if abs(value) >= 100:
-            return f"{value:,.0f}"
-        decimals = 2 if value == 0 else min(6, max(0, 2 - math.floor(math.log10(abs(value)))))
-    return f"{value:.{decimals}f}"

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from nanorchestra.records import Trajectory
-from nanorchestra.report.tables import number
+from nanorchestra.units import bill
 
 LABELS = {"reasoning": "think", "content": "answer", "tool_call": "call"}
 STYLES = {"think": "dim", "call": "cyan", "error": "red", "answer": "bold", "cost": "dim"}
@@ -125,15 +125,10 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def bill(usd: float, seconds: float) -> str:
-    """Returns a cost and a duration in words."""
-    return f"${number(usd)}, {seconds:.1f} s"
-
-
-def footer(t: Trajectory, seconds: float, sampling: float) -> str:
+def footer(t: Trajectory, duration: float, sampling: float) -> str:
     """Returns what an attempt has used, by tool, and what it was refused, with the last reason.
 
-    `seconds` and those of sampling were measured.
+    `duration` and `sampling` are measured seconds.
     """
     tokens, usd, spent = sum(t.sampled), Counter(), Counter()
     refusals, reasons = Counter(), {}
@@ -146,7 +141,7 @@ def footer(t: Trajectory, seconds: float, sampling: float) -> str:
                 reasons[name] = result.content.removeprefix(limit)[:REASON_CHARS]
             usd[name] += result.cost_usd
             spent[name] += result.latency_s
-    text = f"{bill(t.cost_usd, seconds)}, {counted(len(t.turns), 'turn')}"
+    text = f"{bill(t.cost_usd, duration)}, {counted(len(t.turns), 'turn')}"
     if tokens and None not in t.logprobs:  # of an endpoint, whose tokens are not these
         text += f", {counted(tokens, 'token')}"
         if sampling:  # an interrupted turn has no time of its own

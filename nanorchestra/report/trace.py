@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from nanorchestra.records import Preference
-from nanorchestra.report.tables import number
 from nanorchestra.schemas import Json
+from nanorchestra.units import bill, dollars, seconds
 
 SHOWN_CHARS = 100  # of arguments and of a result
 
@@ -30,7 +30,7 @@ class Attempt(NamedTuple):
         summary = f"reward {reward:.3f}"
         if row.get("advantage"):
             summary += f", advantage {row['advantage']:+.2f}"
-        summary += f", ${number(row['cost_usd'])}, {row['latency_s']:.1f} s"
+        summary += f", {bill(row['cost_usd'], row['latency_s'])}"
         summary += f", {row['status']}: {_short(row['answer'])}"
         return cls(
             question=_short(task["question"]),
@@ -80,9 +80,9 @@ def tree(row: Json) -> str:
             lines += _branches(call | result, "  ")
             calls_usd += result["cost_usd"]
     own, whole = row["cost_usd"] - calls_usd, row["cost_usd"]
-    spent = f"policy ${number(own)} + calls ${number(calls_usd)} = ${number(whole)}"
+    spent = f"policy {dollars(own)} + calls {dollars(calls_usd)} = {dollars(whole)}"
     if not row.get("priced", True):  # by evaluate.py
-        spent = f"policy without a price + calls ${number(calls_usd)}"
+        spent = f"policy without a price + calls {dollars(calls_usd)}"
     lines.append(spent)
     return "\n".join([*lines, f"{row['status']}: {_short(row['answer'])}"])
 
@@ -91,9 +91,9 @@ def _branches(call: Json, indent: str) -> Iterator[str]:
     """Yields the lines of a call and of those that it made."""
     name = f"{call['name']}/{call['alias']}" if call["alias"] else call["name"]
     arguments = json.dumps(call["arguments"], ensure_ascii=False)
-    spent = [f"${number(call['cost_usd'])}", f"{call['latency_s']:.1f} s"]
+    spent = [bill(call["cost_usd"], call["latency_s"])]
     if call.get("waited_s", 0.0) >= 0.05:
-        spent.append(f"{call['waited_s']:.1f} s waited")
+        spent.append(f"{seconds(call['waited_s'])} waited")
     if call["output_tokens"]:
         spent.append(f"{call['input_tokens']} + {call['output_tokens']} tokens")
     if call["retries"]:

@@ -36,6 +36,7 @@ from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.serving.orchestrate import REPORTED, MakeEnvironment, orchestrated
 from nanorchestra.serving.protocol import ChatRequest, Names, Words
 from nanorchestra.serving.service import REQUEST_S, Service
+from nanorchestra.units import bill
 from nanorchestra.validation import validated
 
 TOOL = "ask"
@@ -176,8 +177,8 @@ async def _followed(
                     await tell("calls", news["call"])
                 elif result := news.get("result"):
                     label = "error" if result["error"] else "result"
-                    cost = f"(${result['cost_usd']:.4g}, {result['latency_s']:.1f} s)"
-                    await tell(f"{label} {cost}", result["content"])
+                    cost = bill(result["cost_usd"], result["latency_s"])
+                    await tell(f"{label} ({cost})", result["content"])
                 elif "turns" in news:
                     answer = whole_characters(chunk["choices"][0]["delta"].get("content", ""))
                     report = {name: news[name] for name in REPORTED}

@@ -40,6 +40,7 @@ from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.entries import Decorated
 from nanorchestra.tools.spending import Spending
+from nanorchestra.units import dollars
 from nanorchestra.validation import validated
 
 FUNCTION = "function"  # a kind that works for no role
@@ -128,7 +129,7 @@ class FunctionTool(Tool):
         if is_within(result.cost_usd, most=self.usd_per_call):
             return result
         usd = result.cost_usd if is_within(result.cost_usd) else self.usd_per_call
-        stated = f"usd_per_call states ${self.usd_per_call:g} at most"
+        stated = f"usd_per_call states {dollars(self.usd_per_call)} at most"
         text = f"Error: {self.name} has charged {result.cost_usd!r} US dollars; {stated}"
         return replace(result, content=text, cost_usd=usd, error=True)
 

@@ -20,6 +20,7 @@ from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.replies import ReplayError, Reply, ReplyStore
+from nanorchestra.units import dollars
 
 WAIT_S = 600.0  # for the same call of a tool, that is made already
 
@@ -162,7 +163,7 @@ class Spending:
         fewer left.
         """
         if not self.reserve(most_usd):
-            problem = f"it could cost ${most_usd:.2g}, more than the run has left to spend"
+            problem = f"it could cost {dollars(most_usd)}, more than the run has left to spend"
             raise EndpointError(problem)
         usd = 0.0  # of a call that raises something else, as far as is known
         try:

@@ -58,16 +58,16 @@ def test_the_page_has_the_numbers_of_the_summary_and_runs_nothing(tmp_path):
     summary, measures, passes, calls, seconds, preferences, behind = range(7)
     assert page.row("perfect", summary) == {
         "": "perfect",
-        "miniature %": "50.0 ±10.0",
-        "cost m$": "2.00",
-        "time s": "3.0",
+        "miniature": "50.0% ±10.0%",
+        "cost": "$0.002",
+        "time": "3.0 s",
     }
     shown = page.row("perfect", measures)
     assert (shown["reward"], shown["appendix L"], shown["tasks"]) == ("0.500", "0.125", "12")
-    assert page.row("perfect", passes)["pass^2"] == "0.30"
-    assert page.row("perfect", calls) == {"": "perfect", EVIL: "0.10", "large": "0.50"}
-    assert page.row("perfect", seconds)["policy"] == "1.00"
-    assert page.row("perfect", preferences)["cheap"] == "0.50"
+    assert page.row("perfect", passes)["pass^2"] == "30.0%"
+    assert page.row("perfect", calls) == {"": "perfect", EVIL: "0.100", "large": "0.500"}
+    assert page.row("perfect", seconds)["policy"] == "1.0 s"
+    assert page.row("perfect", preferences)["cheap"] == "0.500"
     assert page.row("perfect", behind)["reward"] == "+0.100 [-, -] p=0.2"
     assert "answers and cost" in page.text and "answers and allowed turns" in page.text
     shown = re.findall(r"(\w+): a/model earns (\w+).*\n(preference \d+)\n", page.text)
@@ -83,8 +83,8 @@ def test_failures_and_missing_prices_stand_in_the_tables(tmp_path):
     failing = {"failed": 3, "failure": EVIL, "cost_usd": None, "cost_per_correct_usd": None}
     page = page_of(tmp_path / "one", {"a": scores(0.2, **failing), "b": scores(0.4)})
     assert f"a: 3 of 12 attempts failed, and are in no mean: {EVIL}" in page.text
-    assert page.row("a")["cost m$"] == page.row("a", 1)["cost m$"] == "-"
-    assert page.row("b")["cost m$"] == "2.00"
+    assert page.row("a")["cost"] == page.row("a", 1)["cost"] == "-"
+    assert page.row("b")["cost"] == "$0.002"
 
 
 def test_a_policy_without_a_price_has_no_place_on_the_axis_of_cost():

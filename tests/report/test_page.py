@@ -69,13 +69,13 @@ def test_the_tables_have_the_numbers_of_the_summary(run):
     assert page.row("after GRPO") == {
         "": "after GRPO",
         "reward": "0.500 ±0.100",
-        "right %": "70.0",
-        "cost m$": "2.00",
-        "time s": "2.0",
+        "right": "70.0%",
+        "cost": "$0.002",
+        "time": "2.0 s",
     }
     assert page.row("strongest")["reward"] == "0.250"
     assert page.row("cheap", table=1)["reward"] == "0.250 → 0.500"
-    assert page.row("chain", table=2)["right %"] == "70.0 → 70.0"
+    assert page.row("chain", table=2)["right"] == "70.0% → 70.0%"
     assert "431 s (7.2 min)" in page.text and "1.48 million" in page.text
 
 
@@ -134,7 +134,7 @@ def test_the_last_groups_and_what_changed_most_are_shown(run, monkeypatch):
     text = Page(run.path).text
     assert "said 1" not in text and text.index("said 3") < text.index("said 2")
     assert "step 3, rewards 0.250 to 0.750: q" in text
-    assert "attempt 2: reward 0.750, advantage +1.50, $0.00200, 1.5 s, answered: 42" in text
+    assert "attempt 2: reward 0.750, advantage +1.50, $0.002, 1.5 s, answered: 42" in text
     for task, (_, after) in rewards.items():
         run.append("trajectories", attempt("after", 3, task, task, reward=after))
     write_report(run.path)

@@ -21,8 +21,8 @@ def test_the_tree_has_every_call_with_what_it_cost_and_called(nano_tokenizer):
     (t,), _ = play(nano_tokenizer, [call(), ANSWER], envs=envs)
     lines = tree(dataclasses.asdict(t) | {"task": dataclasses.asdict(envs[0].task)}).splitlines()
     assert lines[0] == "question?" and lines[1].startswith("turn 1: ")
-    assert lines[2] == '  echo {"text": "hi"}: found ($0.250, 2.0 s)'
-    spent = "$0.200, 1.0 s, 0.6 s waited, 30 + 7 tokens, 2 retries"
+    assert lines[2] == '  echo {"text": "hi"}: found ($0.25, 2.0 s)'
+    spent = "$0.2, 1.0 s, 0.6 s waited, 30 + 7 tokens, 2 retries"
     assert lines[3] == f"    expert/a-1 {{}}: wrote a query ({spent})"
     assert lines[4].startswith('    web {"query": "q"}: xxx') and len(lines[4]) < 160
-    assert lines[-1] == "answered: 42" and " + calls $0.250 = $" in lines[-2]
+    assert lines[-1] == "answered: 42" and " + calls $0.25 = $" in lines[-2]

@@ -1,0 +1,51 @@
+"""How figures are written for people: US dollars, seconds, shares and plain numbers.
+
+Every table, page and line of the terminal writes them so. `sign` is "" or "+", which writes the
+sign of a positive number too.
+"""
+
+import math
+from collections.abc import Callable
+
+Write = Callable[..., str]  # a figure, and `sign`, to a text
+
+
+def dollars(usd: float, sign: str = "") -> str:
+    """Returns US dollars to three digits, or to the cent: "$0.00253", "$0.3", "$1,234.56"."""
+    decimals = 2
+    if 0 < abs(usd) < 1:
+        decimals -= math.floor(math.log10(abs(usd)))
+    digits = f"{abs(usd):,.{decimals}f}".rstrip("0").rstrip(".")
+    return f"{'-' if usd < 0 else sign}${digits}"
+
+
+def seconds(duration: float, sign: str = "") -> str:
+    """Returns seconds to a tenth: "11.4 s"."""
+    return f"{duration:{sign},.1f} s"
+
+
+def bill(usd: float, duration: float) -> str:
+    """Returns a cost and seconds: "$0.00253, 11.4 s"."""
+    return f"{dollars(usd)}, {seconds(duration)}"
+
+
+def percent(share: float, sign: str = "", decimals: int = 1) -> str:
+    """Returns a share in percent: "78.3%"."""
+    return f"{100 * share:{sign}.{decimals}f}%"
+
+
+def decimal(value: float, sign: str = "", decimals: int = 3) -> str:
+    """Returns a number with so many decimals: "0.578"."""
+    return f"{value:{sign},.{decimals}f}"
+
+
+def mean_and_ends(write: Write, mean: float, low: float, high: float, sign: str = "") -> str:
+    """Returns a mean with the ends of its interval: "83.1% [79.0%, 86.5%]".
+
+    An end that is None or infinite is "-".
+    """
+    ends = []
+    for end in (low, high):
+        known = end is not None and math.isfinite(end)
+        ends.append(write(end, sign) if known else "-")
+    return f"{write(mean, sign)} [{', '.join(ends)}]"
