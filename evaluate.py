@@ -440,9 +440,10 @@ def compare_runs(paths: list[Path]) -> None:
         our_tasks = {task.id: task for task, _ in ours[name]}
         shared = [pair for pair in theirs[other] if our_tasks.get(pair[0].id) == pair[0]]
         require(shared, f"{name}: the two evaluations have no task in common")
-        differences = metrics.differences(ours[name], shared)
-        if name in our_unpriced or other in their_unpriced:
-            differences.pop("cost_usd", None)
+        differences = metrics.differences(
+            metrics.Finished.of(ours[name], name not in our_unpriced),
+            metrics.Finished.of(shared, other not in their_unpriced),
+        )
         print(f"{name} minus {other} on the {len(shared)} attempts at the same tasks:")
         rows = [[f"  {MEASURES[key].title}", difference(differences, key)] for key in differences]
         print("\n".join(aligned(rows)))

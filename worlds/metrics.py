@@ -9,6 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -59,6 +60,27 @@ def score(task: Task, attempt: Trajectory, own_reward: UserReward | None = None)
     return attempt
 
 
+@dataclass(frozen=True)
+class Finished:
+    """The attempts of a policy that the infrastructure did not fail, with their figures.
+
+    rows[i] are the figures of pairs[i], `by_task` their means over the attempts at each task.
+    """
+
+    pairs: Pairs
+    rows: list[Figures]
+    by_task: dict[str, Figures]
+
+    @classmethod
+    def of(cls, pairs: Pairs, priced: bool = True) -> "Finished":
+        """Returns those of some attempts. Of a policy that is not `priced` no cost is known."""
+        pairs = finished(pairs)
+        rows = [_held_out_figures(task, attempt) for task, attempt in pairs]
+        if not priced:
+            rows = [row | {"cost_usd": None} for row in rows]
+        return cls(pairs, rows, _means_by([task.id for task, _ in pairs], rows))
+
+
 def summarise(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Json:
     """Returns means per task: over all tasks, by preference, and by kind of question.
 
@@ -66,44 +88,48 @@ def summarise(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Json:
     `intervals` are 95% bootstrap intervals over tasks. `failed` counts the attempts that the
     infrastructure failed, and `failure` says what the first one met. UserError if all failed.
     """
-    pairs = finished(zip(tasks, attempts, strict=True))
-    failures = [attempt.failure for attempt in attempts if attempt.failure]
+    pairs = list(zip(tasks, attempts, strict=True))
+    return _summary(pairs, Finished.of(pairs))
+
+
+def _summary(played: Pairs, done: Finished) -> Json:
+    """Returns what `summarise` does of all attempts, and of those that are finished."""
+    failures = [attempt.failure for _, attempt in played if attempt.failure]
     require(
-        pairs,
-        f"held-out tasks: all {len(tasks)} attempts failed for reasons of the infrastructure, "
+        done.pairs,
+        f"held-out tasks: all {len(played)} attempts failed for reasons of the infrastructure, "
         f"repeated ones too; the first: {''.join(failures[:1])[:FAILURE_CHARS]}",
     )
-    rows = [_held_out_figures(task, attempt) for task, attempt in pairs]
-    means = _means(rows)
-    task_means = _means_by([task.id for task, _ in pairs], rows)
+    means = _means(done.rows)
 
     intervals = {}
-    for name, values in _columns(task_means.values()).items():
+    for name, values in _columns(done.by_task.values()).items():
         if len(values) > 1:
             _, low, high = interval(values)
             intervals[name] = (low, high)
 
-    attempts_at = Counter(task.id for task, _ in pairs)
+    attempts_at = Counter(task.id for task, _ in done.pairs)
     successes = []
-    for task_id, row in task_means.items():
+    for task_id, row in done.by_task.items():
         successes.append((round(row["accuracy"] * attempts_at[task_id]), attempts_at[task_id]))
     most_attempts = max(attempts_at.values())
 
+    cost_per_correct_usd = None
+    if means["accuracy"] and means["cost_usd"] is not None:
+        cost_per_correct_usd = means["cost_usd"] / means["accuracy"]
     return {
-        "tasks": len({task.id for task in tasks}),
-        "attempts": len(tasks),
-        "failed": len(tasks) - len(pairs),
+        "tasks": len({task.id for task, _ in played}),
+        "attempts": len(played),
+        "failed": len(played) - len(done.pairs),
         "failure": failures[0][:FAILURE_CHARS] if failures else "",
         **means,
         "intervals": intervals,
         "pass_hat": [pass_hat(successes, k) for k in range(1, most_attempts + 1)],
-        "cost_per_correct_usd": means["cost_usd"] / means["accuracy"]
-        if means["accuracy"]
-        else None,
-        "by_preference": _means_by([task.preference.name for task, _ in pairs], rows),
-        "by_kind": _means_by([task.kind for task, _ in pairs], rows),
-        "right_by_kind": _right_by_kind(pairs, task_means),
-        **_tallies(pairs),
+        "cost_per_correct_usd": cost_per_correct_usd,
+        "by_preference": _means_by([task.preference.name for task, _ in done.pairs], done.rows),
+        "by_kind": _means_by([task.kind for task, _ in done.pairs], done.rows),
+        "right_by_kind": _right_by_kind(done),
+        **_tallies(done.pairs),
     }
 
 
@@ -116,45 +142,31 @@ def measure(tasks: Sequence[Task], attempts: Sequence[Trajectory], group_size: i
     which steps can be compared. If the infrastructure failed all attempts, the means are of these.
     """
     pairs = list(zip(tasks, attempts, strict=True))
-    pairs = finished(pairs) or pairs
-    figures = [_figures(task, attempt) for task, attempt in pairs]
+    groups = []  # of figures
+    for start in range(0, len(pairs), group_size):
+        members = finished(pairs[start : start + group_size])
+        if members:
+            groups.append([_figures(task, attempt) for task, attempt in members])
+    spreads = [stdev([row["reward"] for row in group]) for group in groups if len(group) > 1]
+    quartiles = {}
+    if groups:
+        columns = _columns([_means(group) for group in groups])
+        for name in SPREAD:
+            quartiles[name] = np.quantile(columns[name], (0.25, 0.75)).tolist()
 
+    pairs = finished(pairs) or pairs
     parts = []
     for task, attempt in pairs:
         by_name = reward_parts([attempt], task.preference, task.bounds)
         parts.append({name: float(values[0]) for name, values in by_name.items()})
-
-    spreads = []
-    for start in range(0, len(tasks), group_size):
-        group = attempts[start : start + group_size]
-        rewards = [attempt.reward for attempt in group if attempt.status != "infrastructure"]
-        if len(rewards) > 1:
-            spreads.append(stdev(rewards))
-
     return {
-        **_means(figures),
-        "group_quartiles": _group_quartiles(tasks, attempts, group_size),
+        **_means([_figures(task, attempt) for task, attempt in pairs]),
+        "group_quartiles": quartiles,
         "reward_parts": _means(parts),
         "group_std": fmean(spreads) if spreads else 0.0,
         "statuses": _shares(Counter(attempt.status for attempt in attempts), len(attempts)),
         **_tallies(pairs),
     }
-
-
-def _group_quartiles(
-    tasks: Sequence[Task], attempts: Sequence[Trajectory], group_size: int
-) -> dict[str, list[float]]:
-    """Returns the first and third quartile of the groups' means, by the name of a figure."""
-    groups = []
-    for start in range(0, len(tasks), group_size):
-        members = slice(start, start + group_size)
-        pairs = finished(zip(tasks[members], attempts[members], strict=True))
-        if pairs:
-            groups.append(_means([_figures(task, attempt) for task, attempt in pairs]))
-    if not groups:
-        return {}
-    columns = _columns(groups)
-    return {name: np.quantile(columns[name], (0.25, 0.75)).tolist() for name in SPREAD}
 
 
 def compare(played: dict[str, Pairs], unpriced: Collection[str] = ()) -> dict[str, Json]:
@@ -167,35 +179,33 @@ def compare(played: dict[str, Pairs], unpriced: Collection[str] = ()) -> dict[st
     names = list(played)
     first = names[0]
     base = names[1] if len(names) > 1 else first
+    done = {name: Finished.of(pairs, name not in unpriced) for name, pairs in played.items()}
     summaries = {}
     for name, pairs in played.items():
-        summary = summarise([task for task, _ in pairs], [attempt for _, attempt in pairs])
-        summary["behind"] = differences(played[first], pairs)
-        summary["published"] = published_preference(pairs, played[base])
-        if name in unpriced:
-            summary["cost_usd"] = summary["cost_per_correct_usd"] = None
-            summary["intervals"].pop("cost_usd", None)
-            for split in ("by_preference", "by_kind"):
-                for means in summary[split].values():
-                    means["cost_usd"] = None
-        if name in unpriced or first in unpriced:
-            summary["behind"].pop("cost_usd", None)
-        if name in unpriced or base in unpriced:
-            summary["published"] = None
+        summary = _summary(pairs, done[name])
+        summary["behind"] = differences(done[first], done[name])
+        summary["published"] = None
+        if name not in unpriced and base not in unpriced:
+            summary["published"] = published_preference(pairs, played[base])
         summaries[name] = summary
     return summaries
 
 
-def differences(ours: Pairs, theirs: Pairs) -> dict[str, Difference]:
-    """Returns what ours have more than theirs of each figure, over the tasks that both finished."""
-    our_means, their_means = _task_means(ours), _task_means(theirs)
-    shared = [task_id for task_id in our_means if task_id in their_means]
-    if not shared:
-        return {}
+def differences(ours: Finished, theirs: Finished) -> dict[str, Difference]:
+    """Returns what ours have more than theirs of each figure, over the tasks that both finished.
+
+    A figure that one of them does not know is left out.
+    """
+    shared = [task_id for task_id in ours.by_task if task_id in theirs.by_task]
     results = {}
     for name in COMPARED:
-        values = [our_means[task_id][name] - their_means[task_id][name] for task_id in shared]
-        results[name] = Difference(*interval(values), p_value(values))
+        values = []
+        for task_id in shared:
+            our_mean, their_mean = ours.by_task[task_id][name], theirs.by_task[task_id][name]
+            if our_mean is not None and their_mean is not None:
+                values.append(our_mean - their_mean)
+        if values:
+            results[name] = Difference(*interval(values), p_value(values))
     return results
 
 
@@ -233,11 +243,11 @@ def finished(pairs: Iterable[tuple[Task, Trajectory]]) -> list[tuple[Task, Traje
 # How sure a figure is.
 
 
-def _right_by_kind(pairs, task_means) -> dict[str, Json]:
+def _right_by_kind(done: Finished) -> dict[str, Json]:
     """The share that is right of the tasks of each kind, with its 95% Wilson interval."""
     by_kind: dict[str, list[float]] = {}
-    for task_id, kind in {task.id: task.kind for task, _ in pairs}.items():
-        by_kind.setdefault(kind, []).append(task_means[task_id]["accuracy"])
+    for task_id, kind in {task.id: task.kind for task, _ in done.pairs}.items():
+        by_kind.setdefault(kind, []).append(done.by_task[task_id]["accuracy"])
     return {kind: wilson(fmean(right), len(right)) for kind, right in sorted(by_kind.items())}
 
 
@@ -321,13 +331,6 @@ def _held_out_figures(task: Task, attempt: Trajectory) -> Figures:
             calls_alone.latency_s += max(result.latency_s for result in turn.results)
     figures = _figures(task, attempt)
     return figures | {"reward_of_calls": score(task, calls_alone).reward}
-
-
-def _task_means(pairs: Pairs) -> dict[str, Figures]:
-    """Returns the means of the finished attempts at each task, by its id."""
-    pairs = finished(pairs)
-    rows = [_held_out_figures(task, attempt) for task, attempt in pairs]
-    return _means_by([task.id for task, _ in pairs], rows)
 
 
 def _means_by(names: Sequence[str], rows: Sequence[Figures]) -> dict[str, Figures]:

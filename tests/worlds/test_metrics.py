@@ -10,6 +10,7 @@ import pytest
 from nanorchestra.errors import UserError
 from nanorchestra.records import Bounds, Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from worlds.metrics import (
+    Finished,
     compare,
     differences,
     interval,
@@ -87,8 +88,10 @@ def test_no_mean_holds_what_the_infrastructure_failed():
     assert summary["accuracy"] == 1.0 and summary["failure"] == "no reason is recorded"
     ours = list(zip(tasks, attempts, strict=True))
     theirs = [(tasks[0], failed(tasks[0])), (tasks[2], make_attempt(tasks[2], outcome=0.0))]
-    assert differences(ours, theirs)["accuracy"][0] == 1.0  # on the task that both finished
-    assert differences(ours[:2], theirs[:1]) == {}
+    assert (
+        differences(Finished.of(ours), Finished.of(theirs))["accuracy"][0] == 1.0
+    )  # on the task that both finished
+    assert differences(Finished.of(ours[:2]), Finished.of(theirs[:1])) == {}
     with pytest.raises(UserError, match="all 1 attempts failed"):
         summarise(tasks[1:2], attempts[1:2])
     assert measure(tasks[1:2], attempts[1:2], 2)["accuracy"] == 0.0  # there are no others
