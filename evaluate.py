@@ -198,7 +198,7 @@ def evaluate_by_tau2(options: Namespace) -> None:
 
     Each policy has a folder with a file of tau2-bench's Results for each domain.
     """
-    from worlds import tau2_board  # brings the HTTP server
+    from worlds import tau2  # brings the HTTP server
 
     others = [name for name in options.world if not name.startswith(TAU2)]
     require(not others, f"--world {' '.join(others)}: {TAU2}DOMAIN stands alone or with others")
@@ -206,21 +206,21 @@ def evaluate_by_tau2(options: Namespace) -> None:
     for name in OURS:
         unknown = f"--{name.replace('_', '-')}: tau2-bench does not know it; leave it out"
         require(getattr(options, name) == getattr(ours, name), unknown)
-    user = tau2_board.user_of(options.user, options.user_args)
-    domains = [tau2_board.open_domain(world, options.tasks) for world in options.world]
+    user = tau2.user_of(options.user, options.user_args)
+    domains = [tau2.open_domain(world, options.tasks) for world in options.world]
     policies = read_policies(options.policy, {})
-    tau2_board.check_policies(policies)
+    tau2.check_policies(policies)
     run = open_run(options, policies)
     summaries = {}
     for domain in domains:
         by_policy = summaries.setdefault(domain.world, {})
         for number, policy in enumerate(policies):
             file = run.path / f"policy-{number}" / f"{domain.file_name}.json"
-            by_policy[policy.text] = tau2_board.play(
+            by_policy[policy.text] = tau2.play(
                 domain, policy, user, file, options.trials, options.parallel, options.seed
             ) | {"trajectories": str(file.relative_to(run.path))}
             run.write_json("summary.json", {"worlds": summaries})
-        print("\n".join([domain.world, *tau2_board.lines_of(by_policy)]))
+        print("\n".join(tau2.lines_of(domain.world, by_policy)))
     for name, by_policy in summaries.items():
         for text, summary in by_policy.items():
             most = f"{name}: {text}: more than one of {FAILING} attempts failed: "

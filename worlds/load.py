@@ -115,9 +115,8 @@ def _open(name, settings, seed, sandbox, spending) -> World:
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {Miniature.name}, "
         f"{Desk.name}, domains, domains:NAME+NAME, {questions.PREFIX}FILE, "
-        f"{agent_tasks.PREFIX}FILE.py:FUNCTION, a directory of data_gen.py or "
-        "tau2-bench, a .jsonl file of tau2 tasks or ToolScale rows, or a .py file "
-        "with an environment of your own",
+        f"{agent_tasks.PREFIX}FILE.py:FUNCTION, a directory of data_gen.py, a "
+        ".jsonl file of ToolScale's rows, or a .py file with an environment of your own",
     )
     if name.endswith(".py"):
         return load_user_world(name, seed)

@@ -1,4 +1,4 @@
-"""Tasks that others wrote: tau2 directories, ToolScale's rows, domains whose tools are Python."""
+"""Tasks that others wrote: ToolScale's rows, and domains whose tools are Python."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from openai_server import openai_server, said
@@ -22,8 +21,6 @@ from nanorchestra.tools.models import Expert
 from worlds.load import open_world
 from worlds.toolscale.dataset import load_world
 
-DATA = Path(__file__).parents[2].parent / "shared" / "data"
-real = pytest.mark.skipif(not DATA.exists(), reason="../shared/data is not here")
 KIT = """
 class Toolkit:
     def __init__(self, db):
@@ -38,29 +35,6 @@ CINEMA = f'''{KIT}
             raise ValueError("not a day")
         return booking
 '''
-NOTES = f'''{KIT}
-    def create_task(self, user_id: str, title: str, description: str = ""):
-        """Makes a task."""
-        self.db["users"][user_id]["tasks"].append(key := f"task_{{len(self.db['tasks']) + 1}}")
-        self.db["tasks"][key] = {{"title": title, "status": "pending"}}
-
-    def update_task_status(self, task_id: str, status: str):
-        """Changes a task."""
-        self.db["tasks"][task_id]["status"] = status
-
-    def transfer_to_human_agents(self, summary: str):
-        """Hands over."""
-        return "Transferred"
-'''
-
-
-def domain(directory, source, toolkit):
-    """A domain's files in a directory that can be written."""
-    directory.mkdir(parents=True)
-    for file in source.iterdir():
-        (directory / file.name).symlink_to(file)
-    (directory / "toolkit.py").write_text(toolkit)
-    return directory
 
 
 def row(number, basis=None, **arguments):
@@ -133,11 +107,9 @@ def play(env, tokenizer, golden=True):
     return t.outcome
 
 
-@real
-def test_golden_calls_score_1_and_nothing_done_0(tmp_path, nano_tokenizer):
+def test_golden_calls_score_1_and_nothing_done_0(cinema, nano_tokenizer):
     """A row as ToolScale's hub offers it plays from end to end."""
-    domain(tmp_path / "worlds" / "movie", DATA / "toolscale" / "movie", CINEMA)
-    world = load_world(written(tmp_path, [row(n, booking_id="S78YJLG-B1") for n in range(5)]))
+    world = load_world(cinema(*map(row, range(5))))
     for golden in (True, False):
         assert play(environment(world, "movie/4"), nano_tokenizer, golden) == golden
 
@@ -204,24 +176,6 @@ def test_a_training_row_brings_its_experts_prices_and_preference(cinema):
     for wrong, says in ((trained(1), "line 6: id 'movie____1' stands twice"),):
         with pytest.raises(UserError, match=says):
             load_world(cinema(*map(trained, range(5)), wrong))
-
-
-@real
-def test_initial_states_and_compared_arguments_of_tau2(tmp_path, nano_tokenizer, capsys):
-    world = load_world(domain(tmp_path / "mock", DATA / "tau2" / "mock", NOTES))
-    says = capsys.readouterr().err
-    assert all(f"1 ({why})" in says for why in ("the user has tools", "ENV_ASSERTION")), says
-    for name in [task["id"] for split in world.splits.values() for task in split]:
-        assert play(environment(world, name), nano_tokenizer) == 1, name
-    for way in ("data", "actions"):
-        env = environment(world, f"mock/update_task_with_initialization_{way}")
-        (db,) = env.tables.values()
-        assert db["tasks"]["task_2"]["title"] == "Project Review" and len(db["tasks"]) == 2
-        assert db["users"]["user_1"] | {"name": "Test User"} == db["users"]["user_1"]
-    env = environment(world, "mock/impossible_task_1")  # compares no argument
-    assert env.score("") == 0
-    assert call(env, "transfer_to_human_agents", summary="in other words").content == "Transferred"
-    assert env.score("") == 1
 
 
 @pytest.fixture
@@ -323,8 +277,7 @@ def get_environment():
     functions = ("cancel_booking", {{"properties": shape}}), ("show", {{"properties": {{}}}})
     functions = [{{"name": n, "description": n, "parameters": p}} for n, p in functions]
     tools = [SimpleNamespace(openai_schema={{"function": f}}) for f in functions]
-    made = {{"tools": Toolkit(DB()), "user_tools": None, "get_tools": lambda: tools}}
-    return SimpleNamespace(**made, sync_tools=lambda: None)
+    return SimpleNamespace(tools=Toolkit(DB()), get_tools=lambda: tools)
 """
 
 
@@ -344,40 +297,30 @@ def no_tau2():
 
 
 @pytest.mark.parametrize(
-    "name, files, says",
+    "files, says",
     [
-        ("movie", {}, "movie: the released rows lack .* REPO_PATH=.*, with the methods cancel_boo"),
+        ({}, "movie: the released rows lack .* REPO_PATH=.*, with the methods cancel_boo"),
         (
-            "retail",
-            {},
-            "retail: its tools are code of tau2-bench; .* set PYTHONPATH=tau2-bench/src;",
-        ),
-        (
-            "movie",
             {"tau2/__init__.py": ""},
             "movie: the installed tau2 is PyPI's, another project; the",
         ),
         (
-            "movie",
             {"tau2/domains/movie/environment.py": "import no_such_package"},
             "movie: the package tau2 has its tools, and needs no_such_package, which is not inst",
         ),
     ],
 )
 def test_a_domain_without_the_code_of_its_tools_is_one_line_with_what_to_do(
-    cinema, monkeypatch, no_tau2, name, files, says
+    cinema, monkeypatch, no_tau2, files, says
 ):
     home = cinema(*map(row, range(5))).parent
     (home / "worlds/movie/toolkit.py").unlink()
-    if name != "movie":
-        (home / "worlds/movie").rename(home / name)
-        (home / name / "tasks.json").write_text(json.dumps([row(n) for n in range(5)]))
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text)
     monkeypatch.syspath_prepend(home)
     with pytest.raises(UserError, match=says) as refused:
-        load_world(home / ("data.jsonl" if name == "movie" else name))
+        load_world(home / "data.jsonl")
     assert "\n" not in str(refused.value)
 
 
@@ -399,112 +342,3 @@ def test_a_domain_of_tau2s_package_plays(cinema, monkeypatch, no_tau2):
     assert json.loads(result.content)["bookings"]["B1"] == booking
     asyncio.run(env.reply(last_word(env)))
     assert env.score("") == 1 and start.bookings["B1"]["status"] == "confirmed"
-
-
-PHONES = """
-from types import SimpleNamespace
-
-
-class Tools:
-    def __init__(self, db):
-        self.db = db
-
-    def enable_roaming(self, line):
-        self.db[line] = "roaming"
-
-
-class Phone(Tools):
-    def toggle_data(self):
-        if self.db["locked"]:
-            raise ValueError("the phone is locked")
-        self.db["data"] = not self.db["data"]
-        return self.db["data"]
-
-    def lock(self, locked):
-        self.db["locked"] = locked
-
-    def assert_works(self, expected):
-        return (self.db["data"] and self.db["abroad"]) == expected
-
-
-class Environment:
-    def __init__(self):
-        self.tools = Tools({"L1": "home"})
-        self.user_tools = Phone({"data": True, "locked": True, "abroad": False})
-
-    def sync_tools(self):
-        self.user_tools.db["abroad"] = self.tools.db["L1"] == "roaming"
-
-    def get_policy(self):
-        return "Be kind."
-
-    def get_tools(self):
-        return [self.described("enable_roaming", line={"type": "string"})]
-
-    def get_user_tools(self):
-        return [self.described("toggle_data")]
-
-    def described(self, name, **fields):
-        parameters = {"type": "object", "properties": fields}
-        function = {"name": name, "description": name, "parameters": parameters}
-        return SimpleNamespace(openai_schema={"function": function})
-
-get_environment = Environment
-"""
-
-
-def test_users_with_tools_of_their_own_act_and_assertions_hold(
-    tmp_path, catalogue, monkeypatch, capsys, no_tau2
-):
-    server, settings = catalogue
-    package = tmp_path / "tau2" / "domains" / "phones"
-    package.mkdir(parents=True)
-    (package / "environment.py").write_text(PHONES)
-    monkeypatch.syspath_prepend(tmp_path)
-    acts = [("lock", {"locked": False}), ("toggle_data", {})]
-    golden = [("enable_roaming", {"line": "L1"}, "assistant"), ("toggle_data", {}, "user")]
-    shared = {
-        "initial_state": {
-            "initialization_actions": [
-                {"env_type": "user", "func_name": name, "arguments": given} for name, given in acts
-            ]
-        },
-        "evaluation_criteria": {
-            "actions": [{"name": n, "arguments": a, "requestor": by} for n, a, by in golden],
-            "env_assertions": [
-                {"env_type": "user", "func_name": "assert_works", "arguments": {"expected": True}}
-            ],
-            "reward_basis": ["ENV_ASSERTION"],
-        },
-    }
-    home = tmp_path / "phones"
-    home.mkdir()
-    tasks = [row(n) | shared for n in range(5)]
-    (home / "tasks.json").write_text(json.dumps(tasks))
-    with pytest.raises(UserError, match=r"5 \(task.user is needed\)"):
-        load_world(home)
-    world = open_world(TaskSection(str(home), **settings, user="big"), 0, None)
-    made = '<tool_call>{"name": "toggle_data", "arguments": {}}</tool_call>'
-    forbidden = made.replace("toggle_data", "enable_roaming")
-    for roams, answers, outcome in (
-        (True, [made, "It works. ###STOP###"], 1),
-        (True, [forbidden, "I cannot. ###STOP###"], 0),
-        (True, [made, made, "Off again. ###STOP###"], 0),
-        (False, [made, "It is on. ###STOP###"], 0),
-    ):
-        env = environment(world, "phones/1")
-        assert [f["function"]["name"] for f in env.tools] == ["enable_roaming", "call_expert"]
-        assert call(env, "toggle_data").refused and env.tables["user"]["data"] is False
-        if roams:
-            assert not call(env, "enable_roaming", line="L1").error
-        turns = iter(answers)
-        server.bodies.clear()
-        server.answer = lambda body, turns=turns: said(next(turns))
-        assert asyncio.run(env.reply("Please switch your data on.")) is None
-        assert env.score("") == outcome
-        first, second, *_ = (body["messages"][0]["content"] for body in server.bodies)
-        assert '"toggle_data"' in first and "enable_roaming" not in first
-        refused = answers[0] == forbidden
-        assert ("Error: no tool named" if refused else "Result: true") in second
-        assert "toggle_data" not in str(env.history)
-    assert world.domains["phones"].tables["user"] == {"data": True, "locked": True, "abroad": False}

@@ -1,8 +1,8 @@
 """The tasks and worlds of a run: read from files, split, and offered with experts and preferences.
 
-`load_world(PATH)` reads what data_gen.py wrote, rows of ToolScale as released, or a domain of
-tau2-bench; small.py makes tasks in memory. The world's
-`task(split, index)` returns a Task, its `environment(task, seed)` one attempt at it.
+`load_world(PATH)` reads what data_gen.py wrote, or rows of ToolScale as released; small.py makes
+tasks in memory. The world's `task(split, index)` returns a Task, its `environment(task, seed)` one
+attempt at it.
 """
 
 import random
@@ -15,12 +15,12 @@ from pathlib import Path
 from nanorchestra.agent.limits import SECONDS_PER_TOKEN
 from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.errors import require
-from nanorchestra.files import read_json, read_json_lines
+from nanorchestra.files import read_json_lines
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall
 from nanorchestra.validation import validated
 from reward import POLICY, PRICES
 from worlds import preferences
-from worlds.toolscale.domain import USER, Domain
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
 from worlds.toolscale.expert import SAY, altered, right_turns
 from worlds.toolscale.forms import RULES, TaskForm
@@ -28,7 +28,7 @@ from worlds.toolscale.offers import draw_experts
 from worlds.toolscale.program import Json
 from worlds.toolscale.rows import read_row, restored, unfit
 from worlds.toolscale.tasks import HELD_OUT, split
-from worlds.toolscale.tau2 import load_domain
+from worlds.toolscale.toolkit import load_domain
 from worlds.toolscale.user import ScriptedUser, wishes
 
 STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the bounds of a reward
@@ -155,19 +155,15 @@ def load_world(
     models: Models = SIMULATED,
     preference: Preference | None = None,
 ) -> DomainWorld:
-    """Reads a directory that data_gen.py wrote, a .jsonl file of tasks, or a tau2 directory.
+    """Reads a directory that data_gen.py wrote, or a .jsonl file of tasks or rows of ToolScale.
 
-    A .jsonl file may also hold rows of ToolScale. The domains are in worlds/DOMAIN beside the
-    tasks; a tau2 directory (tasks.json) is itself one. Tasks that cannot be scored here are left
+    The domains are in worlds/DOMAIN beside the tasks. Tasks that cannot be scored here are left
     out, with a line on stderr. `preference` is that of tasks without one, None: drawn. Raises
     UserError if something is missing or damaged.
     """
     name, path = str(path), Path(path)  # task.world names it so, "data/" too
-    if (path / "tasks.json").is_file():
-        file, home = path / "tasks.json", path.resolve().parent
-    else:
-        file = path if path.suffix == ".jsonl" else path / "tasks.jsonl"
-        home = file.parent / "worlds"
+    file = path if path.suffix == ".jsonl" else path / "tasks.jsonl"
+    home = file.parent / "worlds"
     tasks, kept, left_out = load_tasks(file), [], Counter()
     if preference is not None:
         _check_preference(preference, tasks)
@@ -181,9 +177,9 @@ def load_world(
         if why := unfit(world, task, models):
             left_out[why] += 1
             continue
-        every = [name for name, tool in world.by_name.items() if tool["kind"] != USER]
+        every = list(world.by_name)
         task["tools"] = [name for name in every if name in task.get("tools", every)] or every
-        for action in task["evaluation_criteria"]["actions"] if file.suffix == ".jsonl" else ():
+        for action in task["evaluation_criteria"]["actions"]:
             tool = world.by_name[action["name"]]
             action["arguments"] = restored(action["arguments"], tool["function"]["parameters"])
         kept.append(task)
@@ -208,14 +204,11 @@ def _check_preference(preference, tasks) -> None:
 
 
 def load_tasks(path: Path) -> list[Json]:
-    """Returns the tasks of a .jsonl file, or of a tau2 directory's tasks.json.
-
-    Raises UserError that names the line and field.
-    """
-    tasks, listed = {}, path.suffix == ".json"
-    for number, row in enumerate(read_json(path), 1) if listed else read_json_lines(path):
-        where = f"{path}, {'task' if listed else 'line'} {number}"
-        task = read_row(row, where, path.resolve().parent.name if listed else "")
+    """Returns the tasks of a .jsonl file. UserError that names the line and field."""
+    tasks = {}
+    for number, row in read_json_lines(path):
+        where = f"{path}, line {number}"
+        task = read_row(row, where)
         if task is None:
             continue
         validated(TaskForm, task, where, extra="allow")

@@ -19,7 +19,6 @@ from nanorchestra.schemas import argument_error
 from worlds.toolscale.program import Json, Tables, ToolError, parse, run
 
 _NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
-USER = "user"  # the kind of a tool of the user's own
 
 
 @dataclass

@@ -20,7 +20,7 @@ from nanorchestra.agent.tool import (
 from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
 from nanorchestra.tools.models import Expert
 from nanorchestra.tools.simulated import Simulation
-from worlds.toolscale.domain import USER, Domain
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.expert import next_turn, wrong_turn
 from worlds.toolscale.model_user import ModelUser, parsed
 from worlds.toolscale.offers import CALL_EXPERT
@@ -85,12 +85,7 @@ class DomainEnvironment:
         self.domain, self.task, self.seed = domain, task, seed
         self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
         self.models, self.scorer = models, Scorer(domain, tau2)
-        own = [name for name, tool in domain.by_name.items() if tool["kind"] == USER]
-        self.user = (
-            ModelUser(tau2, models.user, domain.functions(own), partial(self._made, names=own))
-            if models.user
-            else ScriptedUser(tau2, domain)
-        )
+        self.user = ModelUser(tau2, models.user) if models.user else ScriptedUser(tau2, domain)
         self.tables, self.wishes = dict(domain.tables), wishes(tau2)
         self.trace = [("user", task.question)]
         self.over, self.evidence = False, Evidence(task.question)
@@ -181,16 +176,8 @@ class DomainEnvironment:
 
     def do(self, call: ToolCall) -> ToolResult:
         """Runs a call of a domain tool."""
-        result = self._made(call, self.offered)
-        if not result.refused:
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            self.history.append(f"The agent called {call.name}({arguments}): {result.content}")
-        return result
-
-    def _made(self, call, names) -> ToolResult:
-        """Runs a call of one of the tools named, the agent's or the user's."""
-        if call.error is not None or call.name not in names:
-            known = ", ".join(sorted(names))
+        if call.error is not None or call.name not in self.offered:
+            known = ", ".join(sorted(self.offered))
             return refused(call.error or f"no tool named {call.name!r}; the tools are {known}")
         try:
             value = self.domain.call(self.tables, call.name, call.arguments)
@@ -200,6 +187,8 @@ class DomainEnvironment:
         except ToolError as problem:
             result = ToolResult(f"Error: {problem}", error=True)
         self.trace.append(("call", call.name, call.arguments, result.error))
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+        self.history.append(f"The agent called {call.name}({arguments}): {result.content}")
         return result
 
     async def _hand_over(self, expert, asked) -> ToolResult:

@@ -1,8 +1,8 @@
 """Reads tasks that others wrote into the form of tasks.jsonl.
 
-They are tau2-bench's tasks, the rows of ToolScale as its hub offers them, or the rows that the
-published orchestrator was trained on, which hold a tau2 task with the experts on offer, their
-prices and a preference.
+They are the rows of ToolScale as its hub offers them, which are tasks in tau2's format, or the rows
+that the published orchestrator was trained on, which hold such a task with the experts on offer,
+their prices and a preference.
 """
 
 import json
@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from nanorchestra.validation import validated
-from worlds.toolscale.domain import USER, Domain
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.forms import Offer, Row, Tau2
 from worlds.toolscale.offers import EXPERTS, OTHERS
 from worlds.toolscale.program import Json, ToolError
@@ -21,10 +21,10 @@ PER_TOKEN = 1e-3  # the released rows have dollars per token where they say per 
 MIDNIGHT = re.compile(r"(\d{4}-\d\d-\d\d)[T ]00:00:00(\.0+)?(Z|\+00:00)?")
 
 
-def read_row(row: Json, where: str, domain: str = "") -> Json | None:
+def read_row(row: Json, where: str) -> Json | None:
     """Returns the task of a row, of which `where` says where it stands; None for a question.
 
-    `domain` is that of a tau2 directory. Raises UserError.
+    Raises UserError.
     """
     validated(Row, row, where, extra="allow")
     if "domain" in row:  # ours
@@ -38,7 +38,7 @@ def read_row(row: Json, where: str, domain: str = "") -> Json | None:
     scenario, state = task["user_scenario"], task.get("initial_state") or {}
     parts, criteria = scenario["instructions"], task["evaluation_criteria"] or {}
     parts = {"reason_for_call": parts} if isinstance(parts, str) else parts
-    domain = domain or index.partition("____")[0] or parts.get("domain")
+    domain = index.partition("____")[0] or parts.get("domain")
     wanted = (parts.get("reason_for_call"), parts.get("task_instructions"))
     reason = {"reason_for_call": " ".join(filter(None, wanted)), "task_instructions": None}
     return {
@@ -103,14 +103,12 @@ def unfit(domain: Domain, task: Json, models: Any) -> str:
     data = state.get("initialization_data", {})
     missing = {action["name"] for action in actions} - domain.by_name.keys()
     judged = "NL_ASSERTION" in basis and criteria.get("nl_assertions")
-    has_tools = any(tool["kind"] == USER for tool in domain.tools)
     users = any("user" in act.values() for act in acts)
     reasons = {
         "user_data": data.get("user_data"),
-        "the user has tools": users and not has_tools,
-        "task.user is needed": users and not models.user,
+        "the user has tools": users,
         "message_history": "message_history" in state,
-        "ENV_ASSERTION": "ENV_ASSERTION" in basis and not has_tools,
+        "ENV_ASSERTION": "ENV_ASSERTION" in basis,
         "task.judge is needed": judged and not models.judge,
         f"no tool {min(missing, default='')}": missing,
     }

@@ -7,8 +7,6 @@ ACTION: what the tables do not show. The agent has handed over if and only if th
     Reads and calculations are free.
 COMMUNICATE: every information stands in a message that is no list of others; numbers are compared
     as numbers ("1,000" is 1000, and 5 is not in 15).
-ENV_ASSERTION: functions of the toolkits, called on the tables after the calls, return what they
-    should.
 NL_ASSERTION: `judged` asks a language model. A verdict that cannot be read is a no.
 
 A task's `rules` are sentences of its policy that no tool enforces: [{"text": what the policy says,
@@ -56,7 +54,7 @@ class Scorer:
     def __init__(self, domain: Domain, task: Json):
         criteria = task["evaluation_criteria"]
         self.domain, self.basis = domain, criteria["reward_basis"]
-        self.actions, self.asserted = criteria["actions"], criteria.get("env_assertions") or ()
+        self.actions = criteria["actions"]
         self.golden = [(action["name"], action["arguments"]) for action in self.actions]
         self.handovers = [
             name for name, tool in domain.by_name.items() if tool["kind"] == "handover"
@@ -80,7 +78,6 @@ class Scorer:
             "DB": lambda: self._reached(self._after(calls)[0]),
             "ACTION": lambda: self._acted(trace),
             "COMMUNICATE": lambda: self._informed(trace),
-            "ENV_ASSERTION": lambda: self._holds(self._after(calls)[0]),
             "NL_ASSERTION": lambda: True,
         }
         kept = all(CHECKS[rule["check"]](trace, **rule["args"]) for rule in self.rules)
@@ -92,16 +89,6 @@ class Scorer:
             return tables == self.gold
         start = self.domain.tables
         return _unnamed(tables, start) == _unnamed(self.gold, start)
-
-    def _holds(self, tables) -> bool:
-        """True if each assertion returns what it should."""
-        with contextlib.suppress(ToolError):
-            return all(
-                self.domain.invoke(dict(tables), each["func_name"], each["arguments"])
-                == each.get("assert_value", True)
-                for each in self.asserted
-            )
-        return False
 
     def _after(self, calls) -> tuple[Tables, list[int]]:
         """The tables after the calls, and the places of those that had an effect."""

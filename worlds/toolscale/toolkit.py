@@ -1,12 +1,12 @@
-"""Domains whose tools are Python: a toolkit of the user's, or one of tau2-bench's package.
+"""Domains whose tools are Python: a toolkit of the user's, or that of the released rows' package.
 
     DIR/db.json, DIR/policy.md    as for every domain
     DIR/toolkit.py                class Toolkit: made with the value of db.json, which is its `db`
 
 Each public method with a docstring is a tool; its schema comes from its type hints, and what it
-raises is what the agent reads. A domain without tools.json and toolkit.py is one of the package's:
-tau2.domains.DOMAIN.environment, with its own records and policy if DIR has none. The package is
-that of tau2-bench, or for the domains of the released rows the one in ToolOrchestra's repository.
+raises is what the agent reads. A domain without tools.json and toolkit.py is that of the package
+tau2 in ToolOrchestra's repository, tau2.domains.DOMAIN.environment, with its own records and policy
+if DIR has none.
 """
 
 import copy
@@ -16,65 +16,48 @@ import runpy
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from nanorchestra.errors import UserError
 from nanorchestra.files import merge, read_json, read_text
 from nanorchestra.tools.functions import tool
-from worlds.toolscale.domain import USER, Domain
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.program import Json, Tables, ToolError
 
-READS = ("read", "think", "generic")  # tau2's types of tools that change nothing
-BENCH = ("airline", "banking_knowledge", "mock", "retail", "telecom")  # tau2-bench's domains
-OURS = {path.stem for path in Path(__file__).with_name("domains").glob("*.json")} - {*BENCH}
+READS = ("read", "think", "generic")  # the package's types of tools that change nothing
+OURS = {path.stem for path in Path(__file__).with_name("domains").glob("*.json")}
 KINDS = {"calculate": "calculate", "transfer_to_human_agents": "handover"}
 
 
 @dataclass
 class ToolkitDomain(Domain):
-    """A domain whose tools are methods of toolkits: the agent's, and in some domains the user's.
+    """A domain whose tools are methods of `toolkit`, whose `db` is the table "db".
 
-    `environment` is like one of tau2-bench: `tools` and perhaps `user_tools`, whose `db` are the
-    tables "db" and "user", and `sync_tools`, which keeps these in step. A call works on a copy,
-    unless the tool says that it only reads.
+    A call works on a copy, unless the tool says that it only reads.
     """
 
-    environment: Any
+    toolkit: Any
     keyed = False
 
     def invoke(self, tables: Tables, name: str, arguments: Json) -> Any:
         """Calls the method of that name. Raises ToolError, and then `tables` are as they were."""
         writes = self.by_name.get(name, {}).get("kind") != "read"
-        given, made = copy.deepcopy(tables) if writes else tables, copy.copy(self.environment)
-        made.tools = type(made.tools)(given["db"])
-        if "user" in given:
-            made.user_tools = type(made.user_tools)(given["user"])
+        db = copy.deepcopy(tables["db"]) if writes else tables["db"]
+        toolkit = type(self.toolkit)(db)
         try:
-            toolkit = made.tools if hasattr(made.tools, name) else made.user_tools
             value = getattr(toolkit, name)(**arguments)
-            if writes:
-                made.sync_tools()
         except Exception as error:  # whatever a toolkit raises is what the agent reads
             raise ToolError(str(error) or type(error).__name__) from None
         if writes:
-            tables.update(_tables(made))
+            tables["db"] = toolkit.db
         return value
 
     def merged(self, data: Json) -> Tables:
         """Returns the tables with a task's data in `db`; one of pydantic is validated again."""
         db = self.tables["db"]
         if hasattr(db, "model_dump"):
-            db = type(db).model_validate(merge(db.model_dump(), data))
-        else:
-            db = merge(db, data)
-        return self.tables | {"db": db}
-
-
-def _tables(environment) -> Tables:
-    """The records of an environment's toolkits."""
-    user = environment.user_tools
-    return {"db": environment.tools.db} | ({"user": user.db} if user else {})
+            return {"db": type(db).model_validate(merge(db.model_dump(), data))}
+        return {"db": merge(db, data)}
 
 
 def load_domain(directory: Path, called: Collection[str] = ()) -> Domain:
@@ -84,14 +67,13 @@ def load_domain(directory: Path, called: Collection[str] = ()) -> Domain:
     """
     if (directory / "tools.json").is_file():
         return Domain.load(directory)
-    source, users = directory / "toolkit.py", []
+    source = directory / "toolkit.py"
     given = source.is_file() or (directory / "db.json").is_file()
     if given:
         db, policy = read_json(directory / "db.json"), read_text(directory / "policy.md")
     try:
         if source.is_file():
             toolkit = runpy.run_path(str(source))["Toolkit"](db)
-            environment = SimpleNamespace(tools=toolkit, user_tools=None, sync_tools=lambda: None)
             methods = inspect.getmembers(toolkit, inspect.ismethod)
             made = [tool(m) for name, m in methods if m.__doc__ and name[0] != "_"]
             functions = [each.schema["function"] for each in made]
@@ -103,7 +85,6 @@ def load_domain(directory: Path, called: Collection[str] = ()) -> Domain:
                 toolkit.db = type(toolkit.db).model_validate(db)
             else:
                 policy = environment.get_policy()
-            users = environment.get_user_tools() if environment.user_tools else []
             functions = [each.openai_schema["function"] for each in environment.get_tools()]
     except Exception as error:  # whatever the code of others raises
         raise UserError(_problem(directory, error, called)) from None
@@ -113,8 +94,7 @@ def load_domain(directory: Path, called: Collection[str] = ()) -> Domain:
         reads = getattr(getattr(toolkit, name), "__tool_type__", "") in READS
         kind = KINDS.get(name, "read" if reads else "write")  # unless it says so, it may write
         tools.append({"kind": kind, "function": function})
-    tools += [{"kind": USER, "function": each.openai_schema["function"]} for each in users]
-    return ToolkitDomain(directory.name, _tables(environment), tools, policy, environment)
+    return ToolkitDomain(directory.name, {"db": toolkit.db}, tools, policy, toolkit)
 
 
 def _problem(directory, error, called) -> str:
@@ -126,7 +106,7 @@ def _problem(directory, error, called) -> str:
     if not isinstance(error, ModuleNotFoundError):
         return (
             f"{directory}: the package tau2 cannot open this domain ({cause}); if it misses data, "
-            "set TAU2_DATA_DIR=tau2-bench/data, or REPO_PATH=ToolOrchestra for the released domains"
+            "set REPO_PATH=ToolOrchestra"
         )
     module = error.name or ""
     if directory.name in OURS and not directory.exists():
@@ -139,17 +119,11 @@ def _problem(directory, error, called) -> str:
             f"{directory}: the package tau2 has its tools, and needs {module}, which is not "
             "installed; install what the pyproject.toml of its repository lists"
         )
-    if (directory / "tasks.json").is_file() or directory.name in BENCH:
-        code = (
-            "its tools are code of tau2-bench; clone its repository, install what its "
-            "pyproject.toml lists, and set PYTHONPATH=tau2-bench/src"
-        )
-    else:
-        code = (
-            "the released rows lack the code of its tools; clone ToolOrchestra's repository, "
-            "install what evaluation/tau2-bench/pyproject.toml lists, and set "
-            "REPO_PATH=ToolOrchestra PYTHONPATH=ToolOrchestra/evaluation/tau2-bench"
-        )
+    code = (
+        "the released rows lack the code of its tools; clone ToolOrchestra's repository, install "
+        "what evaluation/tau2-bench/pyproject.toml lists, and set REPO_PATH=ToolOrchestra "
+        "PYTHONPATH=ToolOrchestra/evaluation/tau2-bench"
+    )
     if module == "tau2.domains":
         code = f"the installed tau2 is PyPI's, another project; {code}"
     methods = f", with the methods {', '.join(sorted(called))}" if called else ""

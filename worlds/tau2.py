@@ -6,7 +6,6 @@ are: nothing here touches a conversation or a reward. A domain becomes one file 
 """
 
 import json
-import math
 import os
 import secrets
 import sys
@@ -22,10 +21,12 @@ from typing import Any
 from nanorchestra import formats
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import Price
+from nanorchestra.report.tables import aligned
 from nanorchestra.schemas import Json
 from nanorchestra.serving.http import Server
 from nanorchestra.serving.listening import address, listen
 from nanorchestra.tools.spending import Spending
+from nanorchestra.units import dollars, mean_and_ends, percent
 from worlds.metrics import FAILURE_CHARS, interval
 from worlds.policies import CHANGE, PRICE, SAMPLING, Policy
 from worlds.terminal import OpenQuestions
@@ -93,7 +94,7 @@ def open_domain(world: str, count: int) -> Tau2Domain:
         settings = {"retrieval_variant": retrieval} if retrieval else {}
         get_environment_info(name, env_kwargs=settings)
     except Exception as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        cause = _in_one_line(error)
         raise UserError(
             f"--world {world}: tau2-bench cannot open it ({cause}); its data are in the folder "
             "that TAU2_DATA_DIR names"
@@ -237,35 +238,25 @@ def measure(results: Any, priced: bool) -> Json:
     }
 
 
-def lines_of(summaries: dict[str, Json]) -> list[str]:
-    """Returns the figures of each policy for a terminal, and what failed."""
-    lines = []
+def lines_of(world: str, summaries: dict[str, Json]) -> list[str]:
+    """Returns the figures of each policy as a table of a terminal, and what failed."""
+    trials = max(len(summary["pass_hat"]) for summary in summaries.values())
+    rows = [[world, *(f"pass^{k}" for k in range(1, trials + 1)), "cost", "user"]]
+    notes = []
     for name, summary in summaries.items():
-        parts = []
-        for k, figures in enumerate(summary["pass_hat"], 1):
-            parts.append(f"pass^{k} {_with_interval(figures, 100, '%', 1)}")
-        if summary["cost_usd"]:
-            parts.append(f"cost/task {_with_interval(summary['cost_usd'], 1000, ' m$', 3)}")
-        if summary["user_usd"]:
-            parts.append(f"user {1000 * summary['user_usd']:.3f} m$")
-        if parts:
-            lines.append(f"{name}: {', '.join(parts)}")
+        rates = [mean_and_ends(percent, *rate) for rate in summary["pass_hat"]]
+        rates += ["-"] * (trials - len(rates))
+        cost, user = summary["cost_usd"], summary["user_usd"]
+        paid = mean_and_ends(dollars, *cost) if cost else "-"
+        rows.append([name, *rates, paid, dollars(user) if user else "-"])
         if summary["failed"]:
-            share = 100 * summary["pass_1_with_failed"]
-            lines.append(
+            notes.append(
                 f"{name}: {summary['failed']} of {summary['attempts']} attempts failed, which "
-                f"tau2-bench leaves out; as wrong ones they make pass^1 {share:.1f}%. The same "
-                f"command plays them again. The first: {summary['failure']}"
+                "tau2-bench leaves out; as wrong ones they make pass^1 "
+                f"{percent(summary['pass_1_with_failed'])}. The same command plays them again. "
+                f"The first: {summary['failure']}"
             )
-    return lines
-
-
-def _with_interval(figures, factor, unit, decimals) -> str:
-    mean, low, high = (factor * figure for figure in figures)
-    text = f"{mean:.{decimals}f}"
-    if math.isfinite(low):
-        text += f" [{low:.{decimals}f}, {high:.{decimals}f}]"
-    return text + unit
+    return [*aligned(rows), *notes]
 
 
 # How the policy is asked.
@@ -339,8 +330,12 @@ def _check_answers(option: str, model: str, arguments: Json) -> None:
     try:
         litellm.completion(model=model, messages=hello, num_retries=0, **arguments)
     except Exception as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        cause = _in_one_line(error)
         raise UserError(f"{option} {model}: litellm cannot ask it: {cause}") from None
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _report_to_stderr() -> None:

@@ -14,7 +14,7 @@ from openai_server import openai_server, said
 
 import evaluate
 from nanorchestra.model.checkpoint import NANO
-from worlds import tau2_board
+from worlds import tau2
 
 needs_tau2 = pytest.mark.skipif(
     not (importlib.util.find_spec("tau2") and importlib.util.find_spec("litellm")),
@@ -203,4 +203,4 @@ def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "litellm", None)
     assert evaluate.main(["--world", "tau2:mock", "--user", "a", "--policy", str(NANO)]) == 2
-    assert tau2_board.INSTALL in capsys.readouterr().err
+    assert tau2.INSTALL in capsys.readouterr().err
