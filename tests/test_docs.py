@@ -34,3 +34,12 @@ def test_a_page_names_only_files_that_exist(page):
         assert any(file.endswith("/" + name) for file in files), name
     for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+def test_the_reading_order_is_that_of_both_pages_and_counts_its_files():
+    readme, engine = ((ROOT / page).read_text() for page in ("README.md", "docs/engine.md"))
+    mapped = re.search(r"\n1\. the loop.*?\n\n", readme, re.DOTALL)[0]
+    order = re.findall(r"\]\((\S+)\)", mapped)
+    assert order == re.findall(r"^\| \d+ \| \[\S+\]\(\.\./(\S+)\)", engine, re.MULTILINE)
+    assert len(order) == 23 and all((ROOT / file).is_file() for file in order)
+    assert "Twenty-three files" in readme and "Twenty-three files" in engine
