@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import ClassVar
 
 from nanorchestra.agent.environment import ToolEnvironment
@@ -34,10 +35,11 @@ MATTERS = {
 }
 SUBJECT = {word: subject for subject, words in MATTERS.items() for word in words}
 FIELDS = ("code", "rank", "age")
+WORDS = (*TABLES, *SUBJECT, *FIELDS)
 SKILLS = {  # the probability that an expert is right, by subject; hidden from the policy
-    "ant": {"law": 0.92, "medicine": 0.2, "history": 0.55},
-    "bee": {"law": 0.55, "medicine": 0.92, "history": 0.2},
-    "cat": {"law": 0.2, "medicine": 0.55, "history": 0.92},
+    "ant": {"law": 0.95, "medicine": 0.2, "history": 0.8},
+    "bee": {"law": 0.8, "medicine": 0.95, "history": 0.2},
+    "cat": {"law": 0.2, "medicine": 0.8, "history": 0.95},
 }
 EXPERTS = tuple(SKILLS)
 UNSURE_IF_RIGHT, UNSURE_IF_WRONG = 0.1, 0.4  # the probability that an expert says it is unsure
@@ -45,7 +47,7 @@ PRICES = SECONDS = (3, 40)  # of an expert, in US cents and seconds, log-uniform
 STEP = 1  # the US cents and the seconds of the records and of Python
 EXPERT_TOKENS = 1000  # of an expert's answer; its price is per call
 
-# Kind of question: share, notes to read, what then follows.
+# Kind of question: share, rows to read, what their notes lead to.
 KINDS = {
     "matter": (0.17, (0,), "matter"),
     "product": (0.05, (0,), "product"),
@@ -69,20 +71,21 @@ WISHES = {
         ("Be quick.", "I am in a hurry.", "I cannot wait.", "As fast as you can."),
     ),
 }
-# A note that names a row, a matter or a value: the same sentences, so the word alone tells which.
+# A note that names a row, a matter or a value. It mentions another word, too, so that only a reader
+# of the sentence knows which one to follow; the sentences are the same for all that a word can be.
 NOTES = (
-    "See {}.",
-    "It is filed under {}.",
-    "Moved to {} last year.",
-    "Closed, now {}.",
-    "Ask about {}.",
-    "We only know {}.",
-    "Came with {}.",
-    "Kept by {}.",
-    "Part of {}, it seems.",
-    "Look for {}.",
-    "The same as {}.",
-    "Handed over to {}.",
+    "The {other} is closed, see {word} {number}.",
+    "Filed under {word} {number}, not under {other}.",
+    "No {other} any more, it moved to {word} {number}.",
+    "{number} is the {word} that came after the {other}.",
+    "Under number {number} of the {word}, the {other} knows no more.",
+    "Ask about the {word} with the number {number}, the {other} left.",
+    "Kept by {word} {number} since the {other} left.",
+    "The {other} says, look for {word} {number}.",
+    "It came from a {other} and went to {word} {number}.",
+    "Once a {other}, now {word} {number}.",
+    "{word} {number} has it, the {other} has not.",
+    "Look for the {word}, number {number}, not for the {other}.",
 )
 PRODUCTS = (
     "Price {}, count {}.",
@@ -91,12 +94,11 @@ PRODUCTS = (
     "Unit price {}, {} pieces.",
 )
 EVERY_NTH = 7  # a number divisible by it names rows and matters of held-out tasks alone
-TERMS = ("cheap", "fast")  # the wishes that mind an expert's price, and its seconds
-# The teacher: the weights of looking up and of answering, that of asking an expert being 1.
+# The teacher draws from what is possible with these weights; that of asking an expert is 1.
 LOOK_UP, ANSWER = 3.0, 2.0
-SIGNS = {"times": "*", "plus": "+"}
+SIGNS = {"times": "*", "plus": "+"}  # what it does with two numbers
 MOST_CALLS = 6
-LESSONS = 4
+LESSONS = 4  # demonstrations of a task
 
 
 @dataclass(frozen=True)
@@ -116,41 +118,32 @@ class Desk:
         rng = random.Random(f"desk/{self.seed}/{split}/{index}")
         kind = rng.choices(list(KINDS), [share for share, *_ in KINDS.values()])[0]
         _, lengths, end = KINDS[kind]
-        rows = [(word, draw_id(rng, split)) for word in rng.sample(TABLES, rng.choice(lengths))]
 
-        # What follows the last row, and the answer.
-        answer, answers, factors = rng.randint(10, 99), {}, None
+        # The trail: rows of tables, then a matter, a value or two numbers to multiply.
+        trail = [(table, draw_id(rng, split)) for table in rng.sample(TABLES, rng.choice(lengths))]
+        answer, answers = rng.randint(10, 99), {}
         if end == "matter":
-            rows.append((rng.choice(list(SUBJECT)), draw_id(rng, split)))
-            answers["{} {}".format(*rows[-1])] = answer
+            word, number = rng.choice(list(SUBJECT)), draw_id(rng, split)
+            trail.append((word, number))
+            answers[f"{word} {number}"] = answer
         elif end == "value":
-            rows.append((rng.choice(FIELDS), answer))
+            trail.append((rng.choice(FIELDS), answer))
         else:
             factors = rng.randint(11, 99), rng.randint(3, 9)
+            trail.append(factors)
             answer = math.prod(factors)
-
-        # The note on a row names the next row, and that on the last one the two numbers.
         notes: dict[str, Json] = {}
-        for (table, row), (word, number) in zip(rows, rows[1:], strict=False):
-            notes[table] = {str(row): {"note": rng.choice(NOTES).format(f"{word} {number}")}}
-        if rows and factors:
-            table, row = rows[-1]
-            notes[table] = {str(row): {"note": rng.choice(PRODUCTS).format(*factors)}}
+        for (table, row), following in pairwise(trail):
+            notes[table] = {str(row): {"note": draw_note(rng, table, *following)}}
 
-        asked = (
-            "the {} of {} {}".format(rng.choice(FIELDS), *rows[0])
-            if rows
-            else "{} * {}".format(*factors)
-        )
         wish = rng.choice(list(WISHES))
         weights, words = WISHES[wish]
         offers = {name: [log_uniform(rng, PRICES), log_uniform(rng, SECONDS)] for name in EXPERTS}
-        most_cents, most_seconds = (
-            max(terms) + 4 * STEP for terms in zip(*offers.values(), strict=True)
-        )
+        most_cents = max(cents for cents, _ in offers.values()) + 4 * STEP
+        most_seconds = max(seconds for _, seconds in offers.values()) + 4 * STEP
         return Task(
             f"desk-{split}-{self.seed}-{index}",
-            f"What is {asked}?",
+            draw_question(rng, *trail[0]),
             Preference(rng.choice(words), *weights),
             Bounds((0.0, most_cents / 100), (0.0, float(most_seconds))),
             self.name,
@@ -162,7 +155,7 @@ class Desk:
     def environment(self, task: Task, seed: int) -> ToolEnvironment:
         """Returns one attempt at a task; `seed` decides what the simulated experts say."""
         data = task.data
-        tables = {word: data["notes"].get(word, {}) for word in (*TABLES, *SUBJECT, *FIELDS)}
+        tables = {word: data["notes"].get(word, {}) for word in WORDS}
         terms = f"{STEP:02d}c {STEP:02d}s"
         tools = [
             RecordsTool("records", f"notes, {terms}", tables, STEP / 100, STEP),
@@ -198,8 +191,12 @@ class AskTool(Tool):
 
     def __init__(self, offers: dict[str, Sequence[int]], answers: dict[str, int], seed: str):
         self.offers, self.answers, self.seed = offers, answers, seed
-        terms = [f"{name} {usd:02d}c {seconds:02d}s" for name, (usd, seconds) in offers.items()]
-        self.description = f"a simulated expert, {', '.join(terms)}"
+        cheapest = [f"{name} {offers[name][0]:02d}c" for name in ranked(offers, 0)]
+        fastest = [f"{name} {offers[name][1]:02d}s" for name in ranked(offers, 1)]
+        self.description = (
+            f"a simulated expert, cheapest first: {', '.join(cheapest)}, "
+            f"fastest first: {', '.join(fastest)}"
+        )
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest answer."""
@@ -228,6 +225,11 @@ class AskTool(Tool):
         )
 
 
+def ranked(offers: dict[str, Sequence[int]], column: int) -> list[str]:
+    """Returns the experts from the lowest price (column 0), or from the fewest seconds (1), on."""
+    return sorted(offers, key=lambda name: offers[name][column])
+
+
 def draw_id(rng: random.Random, split: str) -> int:
     """Returns the number of a row or a matter; train and held-out tasks share none."""
     while True:
@@ -242,6 +244,29 @@ def log_uniform(rng: random.Random, bounds: tuple[int, int]) -> int:
     return round(math.exp(rng.uniform(low, high)))
 
 
+def draw_question(rng: random.Random, word: str | int, number: int) -> str:
+    """Returns the question that a trail answers, by its beginning."""
+    if isinstance(word, int):
+        return f"What is {word} * {number}?"
+    return f"What is the {rng.choice(FIELDS)} of {word} {number}?"
+
+
+def draw_note(rng: random.Random, table: str, word: str | int, number: int) -> str:
+    """Returns the note of a row of `table` that leads to a word and a number, or to two numbers."""
+    if isinstance(word, int):
+        return rng.choice(PRODUCTS).format(word, number)
+    other = rng.choice([each for each in WORDS if each not in (table, word)])
+    return rng.choice(NOTES).format(word=word, number=number, other=other)
+
+
+# What reads the sentences again.
+
+SENTENCES = [
+    re.compile(note.format(word="(?P<word>[a-z]+)", number=r"(?P<number>\d+)", other="[a-z]+"))
+    for note in NOTES
+]
+
+
 def asked(question: str) -> tuple[str, str]:
     """Returns what a question is about: a word and a number, or two numbers to multiply."""
     return re.search(r"(\w+) (?:\* )?(\d+)\?", question).groups()
@@ -249,10 +274,10 @@ def asked(question: str) -> tuple[str, str]:
 
 def named(text: str) -> tuple[str, ...]:
     """Returns what a result names: a word and a number, two numbers to multiply, or a number."""
-    numbers, word = re.findall(r"\d+", text), re.search(r"[a-z]+ (?=\d)", text)
-    if word and len(numbers) == 1:
-        return word[0].strip(), numbers[0]
-    return tuple(numbers)
+    for sentence in SENTENCES:
+        if found := sentence.search(text):
+            return found["word"], found["number"]
+    return tuple(re.findall(r"\d+", text))
 
 
 # The teacher.
@@ -321,13 +346,12 @@ def teach(env: ToolEnvironment, rng: random.Random) -> list[Lesson]:
 def thought(task: Task, step: Step, choice: str) -> str:
     """Returns what the policy writes before it acts: "cheap cat ant. unsure 42. 388 trial ant".
 
-    It is the wish, the experts that were not asked, from the best terms for that wish on, what the
-    others said, what the turn is about, and the choice: one word, after the one it depends on.
+    It is the wish; the experts that were not asked, cheapest or fastest first; what the others
+    said; what the turn is about; and the choice, one word after the word that it depends on.
     """
     wish = task.preference.name
-    left = [name for name in EXPERTS if name not in step.said]
-    if wish in TERMS:
-        left.sort(key=lambda name: task.data["offers"][name][TERMS.index(wish)])
+    experts = ranked(task.data["offers"], 1 if wish == "fast" else 0)
+    left = [name for name in experts if name not in step.said]
     notes = ["failed"] if step.failed else []
     said = ", ".join(notes + list(step.said.values()))
     about = " ".join([*reversed(step.about), choice])

@@ -15,7 +15,7 @@ import pytest
 from nanorchestra.agent.tool import Allowance, RefusedError
 from nanorchestra.config import TaskSection
 from nanorchestra.records import Bounds, Preference, Task, ToolCall
-from worlds.desk import EXPERTS, KINDS, SKILLS, SUBJECT, TABLES, WISHES, Desk, teach
+from worlds.desk import EXPERTS, KINDS, SKILLS, SUBJECT, WISHES, WORDS, Desk, named, teach
 from worlds.load import open_world
 from worlds.routers import routers_of
 
@@ -31,27 +31,6 @@ def tasks_of(world, split, count=400):
 
 def used(env, name, **arguments):
     return env.by_name[name].call(arguments)
-
-
-def solve(env, expert):
-    """The answer of a program that is told which words are tables, and which expert to ask."""
-    word, number = re.search(r"(\w+) (?:\* )?(\d+)\?", env.task.question).groups()
-    while not word.isdigit():
-        if word in TABLES:
-            note = json.loads(used(env, "records", table=word, id=int(number)).content)["note"]
-            named = re.search(r"([a-z]+) (\d+)\b(?!\D+\d)", note)
-            is_one = len(re.findall(r"\d+", note)) == 1
-            word, number = named.groups() if is_one else re.findall(r"\d+", note)
-        elif word in SUBJECT:
-            asked = {"expert": expert(word), "question": f"{word} {number}"}
-            return used(env, "ask", **asked).content.split()[1]
-        else:
-            return number
-    return used(env, "python", code=f"{word} * {number}").content
-
-
-def best(word):
-    return max(EXPERTS, key=lambda name: SKILLS[name][SUBJECT[word]])
 
 
 def test_a_task_is_a_function_of_seed_split_and_index_and_plain_json(world):
@@ -88,8 +67,9 @@ def test_the_prompt_states_wish_and_terms_and_says_that_experts_are_simulated(wo
         assert task.preference.text.endswith(".")
         seen.add(task.preference.text)
         about = env.by_name["ask"].description
+        assert "simulated" in about
         for name, (cents, seconds) in task.data["offers"].items():
-            assert f"{name} {cents:02d}c {seconds:02d}s" in about and "simulated" in about
+            assert f"{name} {cents:02d}c" in about and f"{name} {seconds:02d}s" in about
             result = used(env, "ask", expert=name, question="king 700")
             assert result.alias == name and not result.error
             assert result.cost_usd == pytest.approx(cents / 100, rel=0.16)
@@ -131,32 +111,33 @@ def test_nothing_that_a_policy_may_write_is_more_than_an_observation(world):
         env.prepare(ToolCall("ask", {"expert": "dog", "question": "king 700"}), Allowance())
 
 
-def test_a_program_that_knows_all_solves_it(world):
-    tasks = tasks_of(world, "held_out", 1000)
-    solved = [
-        env.score(f" {solve(env, best)} ") for env in (world.environment(task, 0) for task in tasks)
-    ]
-    kinds = [task.kind for task in tasks]
-    assert set(kinds) == set(KINDS)
-    certain = [ok for ok, kind in zip(solved, kinds, strict=True) if "matter" not in kind]
-    assert all(certain) and fmean(solved) == pytest.approx(0.956, abs=0.025)
-
-
-def test_no_policy_that_decides_on_the_prompt_is_right_in_35_percent(world):
+def test_only_a_policy_that_follows_results_can_be_right_in_35_percent(world):
     """A router is right in no chain, even one that knows the skills; and most tasks are chains."""
-    tasks = tasks_of(world, "held_out", 300)
-    chains = [task.kind.startswith("chain") for task in tasks]
-    played = {
-        name: router.run([world.environment(task, 0) for task in tasks], [0] * 300)
-        for name, router in routers_of(world).items()
-    }
-    for name in ("router", "oracle-router"):
-        outcomes = [attempt.outcome for attempt in played[name]]
-        assert not any(a for a, chain in zip(outcomes, chains, strict=True) if chain)
     assert sum(share for kind, (share, *_) in KINDS.items() if kind.startswith("chain")) > 0.65
-    right = {name: fmean(a.outcome for a in attempts) for name, attempts in played.items()}
+    tasks = tasks_of(world, "held_out", 300)
+    assert {task.kind for task in tasks} == set(KINDS)
+    outcomes = {}
+    for name, router in routers_of(world).items():
+        attempts = router.run([world.environment(task, 0) for task in tasks], [0] * 300)
+        outcomes[name] = [attempt.outcome for attempt in attempts]
+        assert all(attempt.cost_usd > 0 and attempt.latency_s > 0 for attempt in attempts)
+    for index, task in enumerate(tasks):
+        if task.kind.startswith("chain"):
+            assert not outcomes["router"][index] and not outcomes["oracle-router"][index]
+        if "matter" not in task.kind:
+            assert outcomes["program"][index] and outcomes["perfect"][index]
+    right = {name: fmean(found) for name, found in outcomes.items()}
     assert right["router"] < right["oracle-router"] < 0.35 < right["program"] < right["perfect"]
-    assert all(attempt.cost_usd > 0 for attempt in played["perfect"])
+
+
+def test_a_note_mentions_another_word_that_leads_nowhere(world):
+    for task in tasks_of(world, "train"):
+        for rows in task.data["notes"].values():
+            (note,) = rows.values()
+            word = named(note["note"])[0]
+            mentioned = [each for each in re.findall("[a-z]+", note["note"]) if each in WORDS]
+            if not word.isdigit():
+                assert word in mentioned and len(set(mentioned)) == 2
 
 
 def test_the_teacher_has_the_form_and_not_what_pays(world):
