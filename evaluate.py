@@ -377,8 +377,8 @@ def play_block(
 
 def check_block(policy: Policy, attempts: list[Trajectory], spending: Spending) -> None:
     """Raises UserError if the dollars are spent, or an endpoint is gone, of a policy or expert."""
-    require(not spending.broken, spending.broken)
-    require(not spending.refused, f"--max-usd {spending.most:g} is reached; give more to go on")
+    require(not spending.replies.missing, spending.replies.missing)
+    require(not spending.exhausted, f"--max-usd {spending.most:g} is reached; give more to go on")
     failures = [attempt.failure for attempt in attempts if attempt.failure]
     require(
         len(failures) * FAILING <= len(attempts),

@@ -32,12 +32,12 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanorchestra.agent.failures import EndpointError, failed
+from nanorchestra.agent.failures import failed
 from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import ArgumentParser, UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
@@ -46,6 +46,7 @@ from nanorchestra.schemas import Json, arguments_schema, schema_fault
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.entries import KINDS, Address, EndpointEntry, ExpertEntry, File
 from nanorchestra.tools.functions import load_functions, tool
+from nanorchestra.tools.http import NoReplyError
 from nanorchestra.tools.index import Index, RemoteIndex
 from nanorchestra.tools.models import (
     SERVED,
@@ -55,6 +56,7 @@ from nanorchestra.tools.models import (
     ServedOrchestrator,
     tell_once,
 )
+from nanorchestra.tools.replies import UNRECORDED, Replies
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import WebSearch
@@ -85,7 +87,7 @@ class PythonTool(Tool):
     timeout_s: float = 5.0
     usd_per_second: float = 0.0
     result_words: int = RESULT_WORDS
-    spending: Spending = field(default_factory=Spending)  # for its recorded results
+    replies: Replies = UNRECORDED
     kind, blocking, parameters = "code", True, arguments_schema(code="string")
 
     def call(self, arguments: Json) -> ToolResult:
@@ -96,7 +98,7 @@ class PythonTool(Tool):
             "usd": [self.usd_per_call, self.usd_per_second],
         }
         request = {"url": "code", "body": body}
-        return self.spending.measured(request, lambda: self._run(arguments))
+        return self.replies.result(request, lambda: self._run(arguments))
 
     def _run(self, arguments) -> ToolResult:
         result = self.sandbox.run(arguments["code"], timeout_s=self.timeout_s)
@@ -131,7 +133,7 @@ class LookupTool(Tool):
     latency_s: float | None = None
     passages: int = 1
     result_words: int = RESULT_WORDS
-    spending: Spending = field(default_factory=Spending)  # for its recorded results
+    replies: Replies = UNRECORDED
     kind, parameters = "search", arguments_schema(query="string")
 
     def __post_init__(self) -> None:
@@ -145,21 +147,20 @@ class LookupTool(Tool):
         """
         body = {"query": arguments["query"], "passages": self.passages, "usd": self.usd_per_call}
         request = {"url": f"search {self.name}", "body": body}
-        return self.spending.measured(request, lambda: self._search(arguments))
+        return self.replies.result(request, lambda: self._search(arguments))
 
     def _search(self, arguments) -> ToolResult:
         start = time.monotonic()
         try:
             hits = self.index.search(arguments["query"], k=self.passages)
-        except EndpointError as error:
-            retries, seconds, waited = error.spent
+        except NoReplyError as error:
             return ToolResult(
                 f"Error: {self.name}: the search server does not answer: {error}",
-                latency_s=seconds,
+                latency_s=error.reply.seconds,
                 error=True,
                 infrastructure=True,
-                retries=retries,
-                waited_s=waited,
+                retries=error.reply.retries,
+                waited_s=error.reply.waited,
             )
         except Exception as error:  # a device, a file: the query is text, whatever it says
             seconds = time.monotonic() - start
@@ -247,7 +248,7 @@ class Catalogue:
         """Returns the tools of kinds and settings, without those that only help a role."""
         made = [self._make(kind, **settings) for kind, settings in entries if kind != "mcp"]
         made += self._served([settings for kind, settings in entries if kind == "mcp"])
-        made += [replace(each, spending=self.spending) for each in given]
+        made += [replace(each, replies=self.spending.replies) for each in given]
         roles = [tool for tool in made if isinstance(tool, RoleTool)]
         helping = []
         for role in roles:
@@ -260,7 +261,8 @@ class Catalogue:
         helpers = [tool for tool in tools if tool.kind == role.kind]
         if role.kind == "code" and not helpers:
             limits = {"timeout_s": 60.0, "usd_per_second": SANDBOX_USD}
-            helpers = [PythonTool("python", "", self.sandbox, spending=self.spending, **limits)]
+            replies = self.spending.replies
+            helpers = [PythonTool("python", "", self.sandbox, replies=replies, **limits)]
         require(
             helpers or role.kind != "search" or self.simulated,
             f"{self.path}: {role.name}: nothing to search in; add a tool of the kind search or "
@@ -272,10 +274,10 @@ class Catalogue:
         """Returns the tool of one entry."""
         where = f"{self.path}: {settings['name']}"
         if kind == "code":
-            return PythonTool(sandbox=self.sandbox, spending=self.spending, **settings)
+            return PythonTool(sandbox=self.sandbox, replies=self.spending.replies, **settings)
         if kind == "search":
             index = open_index(settings.pop("corpus"))
-            return LookupTool(index=index, spending=self.spending, **settings)
+            return LookupTool(index=index, replies=self.spending.replies, **settings)
         if kind == "web":
             return WebSearch(spending=self.spending, **settings)
         if kind == "expert":
@@ -292,7 +294,7 @@ class Catalogue:
         require(find_spec("mcp"), f"{self.path}: {entries[0]['name']}: {needs}")
         from nanorchestra.tools.mcp import open_servers  # brings mcp, a second to import
 
-        return open_servers(self.path, entries, self.spending)
+        return open_servers(self.path, entries, self.spending.replies)
 
     def _role(self, where, entry) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""
@@ -330,7 +332,7 @@ class Catalogue:
             slow = f"{model} plays a whole loop on its server before it answers"
             bound = f"{host.timeout_s:g} s at most, timeout_s of {place.partition(': ')[2]}"
             tell_once(model, f"{where}: {slow}: a call may take minutes, {bound}")
-            host = replace(host, requests=1)  # one that failed may have spent its limit
+            host = replace(host, most_requests=1)  # one that failed may have spent its limit
             return ServedOrchestrator(
                 alias, host, price=price, spending=self.spending, known_as=name, **settings
             )

@@ -184,7 +184,8 @@ class SimulatedModel(Expert):
     skill: float = 0.0
     form: str = ""
 
-    def _ask(self, text: str, name: str) -> ToolResult:
+    def ask(self, text: str, name: str) -> ToolResult:
+        """Returns the simulated reply to one message."""
         latency_s = self.latency_s or LATENCY_S
         reply, bill = Simulation(self.skill, self.price, REPLY_TOKENS, latency_s).reply(
             f"{self.task.id}/{self.seed}/{name}",

@@ -32,7 +32,7 @@ def open_world(
     task.experts names. UserError.
     """
     spending = spending or Spending()
-    spending.replies = store_of(settings.experts, "task.experts") or spending.replies
+    spending.replies = store_of(settings.experts, "task.experts", spending.replies)
     if settings.world.startswith(agent_tasks.PREFIX):
         return agent_tasks.AgentTasks(settings.world, seed)
     shares = parse_mixture(settings.world)

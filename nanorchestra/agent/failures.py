@@ -1,8 +1,8 @@
 """Tells failures of the infrastructure from those that the arguments of a call have caused.
 
 An attempt is never held responsible for the former: training and evaluation repeat it, and then
-leave it out. `is_infrastructure` judges an exception of code that is not ours, a function of the
-user's. What our own tools raise is always the infrastructure's: their arguments are checked before.
+leave it out. `is_infrastructure` judges an exception that a tool raises: a function or a class of
+the user's. Our own tools say themselves, in their results, what the infrastructure has failed.
 """
 
 import errno
@@ -46,25 +46,13 @@ NO_RESOLVER = -3  # EAI_AGAIN of getaddrinfo: no name can be looked up now
 class EndpointError(Exception):
     """A server has not answered as it should, after all attempts; the message never has the key.
 
-    `bad_request` says that the server refuses this request itself, so that its text is at
-    fault; else the infrastructure is. `received` is the text of a reply that was begun, "" of
-    one that is late, None if there is nothing to bill; `tokens` are those of a language model that
-    has worked for it.
-    `spent` are the requests that were repeated, the seconds of all, and how many of these passed
-    before the last request. A request may be repeated after `wait` seconds; None: it is no use.
+    `bad_request` says that the server refuses this request itself, so that its text is at fault;
+    else the infrastructure is.
     """
 
-    tokens, spent = (0, 0), (0, 0.0, 0.0)
-
-    def __init__(
-        self,
-        problem: str,
-        received: str | None = None,
-        wait: float | None = None,
-        bad_request: bool = False,
-    ):
+    def __init__(self, problem: str, bad_request: bool = False):
         super().__init__(problem)
-        self.received, self.wait, self.bad_request = received, wait, bad_request
+        self.bad_request = bad_request
 
 
 def is_infrastructure(error: BaseException) -> bool:

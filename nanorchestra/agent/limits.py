@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.numbering import REQUESTS, RequestCounts, side_by_side
+from nanorchestra.agent.numbering import NUMBERING, RequestCounts, side_by_side
 from nanorchestra.agent.tool import Allowance, PreparedCall, RefusedError, refused
 from nanorchestra.records import Price, ToolCall, ToolResult, Trajectory
 
@@ -68,8 +68,9 @@ class UserLimits:
         """Returns the results of a turn's calls, which run side by side.
 
         Calls after the first `most` and those that a limit forbids are refused. Money is set aside
-        for the calls in the order in which they were written, for each the most that it can cost;
-        one that is made smaller gets its share of what is left.
+        for the calls in the order in which they were written, for each the most that it can cost.
+        The share of a call that can be made smaller is an equal part of what the calls before have
+        left.
         """
         usd = self.usd_left() - ANSWER_SHARE * (self.preference.usd or 0.0)
         seconds = self.seconds_left() - ANSWER_SHARE * (self.preference.seconds or 0.0)
@@ -101,20 +102,24 @@ async def _run(
 ) -> ToolResult:
     """Returns a call's result; without one after `seconds` it is given up, billed at its most.
 
-    The dollars of a result that comes too late are known. One that the infrastructure failed says
-    so, however late.
+    A call is timed by the wall, also one that states a virtual latency. The dollars of a result
+    that comes too late are known; infinite seconds are those of one that never came. One that the
+    infrastructure failed says so, however late.
     """
     if isinstance(prepared, ToolResult):  # a refusal
         return prepared
-    REQUESTS.set(counts)  # of this call's own task
+    NUMBERING.set(counts)  # of this call's own task
     late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
+    given_up = ToolResult(late, prepared.most_usd, seconds, error=True)
     try:
         async with asyncio.timeout(None if seconds == math.inf else seconds):
             result = await prepared.run()
     except TimeoutError:
-        return ToolResult(late, prepared.most_usd, seconds, error=True)
+        return given_up
     if result.latency_s <= seconds or result.infrastructure:
         return replace(result, latency_s=min(result.latency_s, seconds))
+    if result.latency_s == math.inf:  # as a recording says it
+        return given_up
     return replace(result, content=late, latency_s=seconds, error=True)
 
 

@@ -31,20 +31,20 @@ class RequestCounts:
 
 
 # Those of the attempt that is played.
-REQUESTS: ContextVar[RequestCounts | None] = ContextVar("REQUESTS", default=None)
+NUMBERING: ContextVar[RequestCounts | None] = ContextVar("NUMBERING", default=None)
 
 
 @contextmanager
 def in_attempt(seed: int) -> Iterator[None]:
     """Marks what runs inside as an attempt with this seed, or as a part of the attempt it is in."""
-    if REQUESTS.get():
+    if NUMBERING.get():
         yield
         return
-    token = REQUESTS.set(RequestCounts(seed))
+    token = NUMBERING.set(RequestCounts(seed))
     try:
         yield
     finally:
-        REQUESTS.reset(token)
+        NUMBERING.reset(token)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def side_by_side(calls: Sequence[Any]) -> Iterator[list[RequestCounts | None]]:
 
     Equal calls have places of their own. Afterwards the attempt counts on from the highest number.
     """
-    counts = REQUESTS.get()
+    counts = NUMBERING.get()
     if counts is None:
         yield [None] * len(calls)
         return

@@ -6,6 +6,7 @@ A call whose result is no longer waited for is told so, and may end early: see `
 import asyncio
 import contextvars
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -48,3 +49,12 @@ def abandoned() -> bool:
     """Returns whether the call of this thread is one that nothing waits for any more."""
     event = _ABANDONED.get(None)
     return event is not None and event.is_set()
+
+
+def pause(seconds: float) -> bool:
+    """Waits so many seconds; returns False, at once, if the call of this thread is abandoned."""
+    event = _ABANDONED.get(None)
+    if event is not None:
+        return not event.wait(seconds)
+    time.sleep(seconds)
+    return True

@@ -34,9 +34,9 @@ class RefusedError(Exception):
 class Allowance:
     """What one call may do.
 
-    usd: US dollars at most. share: what a call that can be made smaller takes of them at most, so
-    that calls of one turn do not starve each other. seconds: until the call is given up. never: the
-    names that the user forbids.
+    usd: US dollars at most. share: what a call that can be made smaller takes of them, so that the
+    calls of one turn do not starve each other; an expert takes more only for the shortest reply
+    that is of use. seconds: until the call is given up. never: the names that the user forbids.
     """
 
     usd: float = math.inf

@@ -14,7 +14,6 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from nanorchestra.agent.failures import EndpointError
 from nanorchestra.agent.threads import in_daemon
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import import_file
@@ -57,11 +56,11 @@ class AttemptHandle:
 
         A call has "name" and "arguments", a result "content", "error", "cost_usd", "latency_s".
         """
-        try:
-            reply, _ = post(f"{self.url}/calls", {"calls": calls}, Results, "", CALLS_S, requests=1)
-        except EndpointError as error:
-            raise AgentFailure(f"calls: {error}") from None
-        return reply["results"]
+        body = {"calls": calls}
+        reply = post(f"{self.url}/calls", body, Results, "", CALLS_S, most_requests=1)
+        if reply.problem:
+            raise AgentFailure(f"calls: {reply.problem}")
+        return reply.content["results"]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nanorchestra.agent.context import Prompt
@@ -23,9 +23,9 @@ from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import ParsedTurn, Price, ToolCall
 from nanorchestra.schemas import Json, bounded_json
+from nanorchestra.tools.http import Reply
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
-from nanorchestra.tools.replies import Reply
-from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.spending import Charge, Spending
 
 
 class EndpointRollout(Rollout):
@@ -111,22 +111,23 @@ class EndpointConversation:
         finish_reason "error": there is none, and `text` says why. "length" without ids: the user's
         time is over. `on_token` gets the ids when the whole turn has come.
         """
-        server, user = self.rollout.server, self.attempt.user_limits
-        server = replace(server, timeout_s=min(user.seconds_left(), server.timeout_s))
+        rollout, user = self.rollout, self.attempt.user_limits
         max_tokens = params["max_completion_tokens"]
-        body = self._request(params)
-        reply, usd = await in_thread(self._ask, server, body, self._most_tokens(), max_tokens)
+        charge = self._charge(self._most_tokens(), max_tokens)
+        body, seconds = self._request(params), user.seconds_left()
+        ask = rollout.server.ask
+        reply = await in_thread(ask, body, rollout.spending, charge, seconds)
         t = self.attempt.trajectory
-        t.cost_usd += usd
+        t.cost_usd += charge.price_of(reply)
         t.latency_s += reply.seconds
         read_tokens, written = reply.tokens
         self.attempt.counted.update(read=read_tokens, written=written)
         if reply.problem:
             if user.seconds_left() <= 0:
                 return _completion([], "length")
-            who = f"{params['model']} at {server.base_url}"
+            who = f"{params['model']} at {rollout.server.base_url}"
             return _completion([], "error", f"Error: {who} failed ({reply.problem})")
-        tokenizer = self.rollout.tokenizer
+        tokenizer = rollout.tokenizer
         turn = read(reply.content)
         whole = chat.encode_assistant(tokenizer, turn.reasoning, turn.content, turn.calls)
         ids = whole
@@ -145,22 +146,18 @@ class EndpointConversation:
             body["tools"] = self.tools
         return body
 
-    def _ask(
-        self, server: Endpoint, body: Json, most_read: int, most_sampled: int
-    ) -> tuple[Reply, float]:
-        """Returns the reply to a request, whose tokens are bounded, and the US dollars of them.
+    def _charge(self, most_read: int, most_sampled: int) -> Charge:
+        """Returns what a request can cost whose tokens are bounded.
 
         A reply is paid for also if the attempt does not wait for it.
         """
         price = self.rollout.endpoint_price
 
-        def bill(reply: Reply) -> float:
+        def price_of(reply: Reply) -> float:
             read, sampled = reply.tokens
             return price.cost(min(read, most_read), min(sampled, most_sampled))
 
-        most_usd = price.cost(most_read, most_sampled)
-        reply = self.rollout.spending.complete(server, body, most_usd, bill, "policy")
-        return reply, bill(reply)
+        return Charge("policy", price.cost(most_read, most_sampled), price_of)
 
     def _record(self, message: Json, parsed: ParsedTurn):
         """Appends a message as the loop parses it, with the server's own field of reasoning."""

@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.entries import Decorated
-from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.replies import UNRECORDED, Replies
 from nanorchestra.units import dollars
 from nanorchestra.validation import validated
 
@@ -71,7 +71,7 @@ class FunctionTool(Tool):
     timeout_s: float = 60.0
     result_words: int = RESULT_WORDS
     kind: str = FUNCTION
-    spending: Spending = field(default_factory=Spending)  # for its recorded results
+    replies: Replies = UNRECORDED
     blocking = True
 
     def call(self, arguments: Json) -> ToolResult:
@@ -81,7 +81,7 @@ class FunctionTool(Tool):
         """
         body = {"arguments": arguments, "usd": self.usd_per_call}
         request = {"url": f"function {self.name}", "body": body}
-        return self.spending.measured(request, lambda: self._run(arguments))
+        return self.replies.result(request, lambda: self._run(arguments))
 
     def _run(self, arguments) -> ToolResult:
         start = time.monotonic()

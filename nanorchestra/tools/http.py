@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from types import MappingProxyType
@@ -26,12 +27,12 @@ from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
 from nanorchestra.agent.failures import EndpointError, is_temporary
-from nanorchestra.agent.threads import in_daemon
+from nanorchestra.agent.threads import in_daemon, pause
 from nanorchestra.errors import UserError
 from nanorchestra.schemas import Json, bounded_json
 from nanorchestra.validation import Form, validated
 
-REQUESTS = 3
+MOST_REQUESTS = 3  # for one reply
 BAD_REQUEST = (400, 413, 422)  # the request is at fault: too long, or not accepted
 CONNECT_S = 10.0  # for each address of a host, and for its TLS handshake
 MOST_BYTES = 8 << 20  # of a reply
@@ -43,6 +44,74 @@ BYTES_PER_TOKEN = 3  # of text whose tokens are not known; rather too many token
 logging.getLogger("urllib3").setLevel(logging.CRITICAL)  # what a server does wrong is an error
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What was replied to a request, as JSON, or the `problem` that there was.
+
+    tokens: input and output, as the server counts them, of a model that has worked for it. retries:
+    requests that were repeated. seconds: of all. waited: of these seconds, those before the last
+    request. A problem is the infrastructure's, but for a bad_request, whose text is at fault, and
+    one that was given_up, since the user's seconds were over. status: the HTTP status of a refusal,
+    0 if there was none.
+    """
+
+    content: Any = None
+    tokens: tuple[int, int] = (0, 0)
+    retries: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    problem: str = ""
+    bad_request: bool = False
+    given_up: bool = False
+    status: int = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a reply to pay for: one that is whole, or was begun and is another."""
+        return not self.problem or any(self.tokens)
+
+    @property
+    def final(self) -> bool:
+        """Whether the same request would be answered alike, whenever it is asked."""
+        return not self.problem or self.bad_request
+
+    @property
+    def infrastructure(self) -> bool:
+        """Whether the infrastructure has failed the request."""
+        return not self.final and not self.given_up
+
+    def required(self) -> "Reply":
+        """Returns it. NoReplyError if there was a problem."""
+        if self.problem:
+            raise NoReplyError(self)
+        return self
+
+
+class NoReplyError(EndpointError):
+    """A server has not answered as it should; `reply` has the problem."""
+
+    def __init__(self, reply: Reply):
+        super().__init__(reply.problem, reply.bad_request)
+        self.reply = reply
+
+
+@dataclass
+class RequestError(Exception):
+    """One request has failed.
+
+    worked: whether a model may have worked for it; `text` is what it has written. again: whether
+    the request may be repeated, `retry_after` seconds later at the earliest. status: of a refusal.
+    """
+
+    problem: str
+    worked: bool = False
+    text: str = ""
+    again: bool = False
+    retry_after: float = 0.0
+    bad_request: bool = False
+    status: int = 0
+
+
 def post(
     url: str,
     body: Json,
@@ -50,16 +119,16 @@ def post(
     key_variable: str,
     timeout_s: float,
     header_variables: Mapping[str, str] = MappingProxyType({}),
-    requests: int = REQUESTS,
-) -> tuple[Form, tuple[int, float, float]]:
-    """Returns a JSON reply in a form, and (repeated requests, seconds, those waited).
+    most_requests: int = MOST_REQUESTS,
+) -> Reply:
+    """Returns the reply to a request, with its JSON in a form as content, or with the problem.
 
-    All of it takes `timeout_s` seconds at most; those waited passed before the last request. A
-    connection error and the status 408, 409, 429 or from 500 are tried again, after a random wait
-    or as long as the server's Retry-After says, until `requests` were made. The
-    key is in the environment variable `key_variable`, the value of each header in that of
-    `header_variables`; one that is not set is not sent. The reply is as `bounded_json` reads it.
-    Raises EndpointError.
+    All of it takes `timeout_s` seconds at most. A connection error and the status 408, 409, 429 or
+    from 500 are tried again, after a random wait or as long as the server's Retry-After says, until
+    `most_requests` were made; not if nothing waits for the call any more. The key is in the
+    environment variable `key_variable`, the value of each header in that of `header_variables`; one
+    that is not set is not sent. The reply is as `bounded_json` reads it. The tokens are those of a
+    reply that was begun, by its bytes.
     """
     key = secret(key_variable).replace(" ", "")
     values = {name: secret(variable) for name, variable in header_variables.items()}
@@ -71,31 +140,33 @@ def post(
     sent = json.dumps(body)
     start = time.monotonic()
     end, waited = start + timeout_s, 0.0
-    for attempt in range(requests):
-        content = BytesIO(sent.encode())  # the connection reads what it sends
-        asking = in_daemon(partial(_ask, url, content, headers, end, form, secrets))
+    for retries in range(most_requests):
         try:
-            reply = asking.result(max(end - time.monotonic(), 0.0))
-            return reply, (attempt, time.monotonic() - start, waited)
-        except TimeoutError:
-            received = None if content.read() else ""
-            error = EndpointError(f"no whole reply within {round(timeout_s, 3):g} s", received)
-        except EndpointError as refused:
-            error = refused
-        wait = max(error.wait or 0.0, 2.0 ** (attempt + 1) * random.uniform(0.5, 1.0))
-        late = time.monotonic() + wait >= end
-        if error.wait is None or late or attempt == requests - 1:
+            content = _ask(url, sent.encode(), headers, end, form, secrets)
+            seconds = time.monotonic() - start
+            return Reply(content, retries=retries, seconds=seconds, waited=waited)
+        except TimeoutError as late:
+            problem = f"no whole reply within {round(timeout_s, 3):g} s"
+            error = RequestError(problem, worked=late.args[0])
+        except RequestError as failure:
+            error = failure
+        wait = max(error.retry_after, 2.0 ** (retries + 1) * random.uniform(0.5, 1.0))
+        is_last = retries == most_requests - 1 or time.monotonic() + wait >= end
+        if not error.again or is_last or not pause(wait):
             break
-        time.sleep(wait)
         waited = time.monotonic() - start
-    problem = " ".join(masked(str(error), secrets).split())
-    if key_variable and not key and "HTTP 401" in problem:
+    problem = " ".join(masked(error.problem, secrets).split())
+    if key_variable and not key and error.status == 401:
         problem = f"the environment variable {key_variable} is not set; {problem}"
-    error.args = (problem[:MOST_CHARS],)
-    error.spent = attempt, time.monotonic() - start, waited
-    if error.received is not None:
-        error.tokens = count_tokens(sent), count_tokens(error.received)
-    raise error
+    return Reply(
+        tokens=(count_tokens(sent), count_tokens(error.text)) if error.worked else (0, 0),
+        retries=retries,
+        seconds=time.monotonic() - start,
+        waited=waited,
+        problem=problem[:MOST_CHARS],
+        bad_request=error.bad_request,
+        status=error.status,
+    )
 
 
 def secret(variable: str) -> str:
@@ -116,8 +187,22 @@ def count_tokens(text: str) -> int:
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
-def _ask(url, content, headers, end, form, secrets) -> Any:
-    """Returns the reply to one request. EndpointError; TimeoutError from the time `end` on.
+def _ask(url, sent: bytes, headers, end, form, secrets) -> Any:
+    """Returns the JSON of the reply to one request.
+
+    It is made in a thread of its own, since requests bounds neither the look-up of a name nor
+    headers that drip. Raises RequestError, and TimeoutError(sent_whole) at the time `end`.
+    """
+    content = BytesIO(sent)  # the connection reads what it sends
+    asking = in_daemon(partial(_exchange, url, content, headers, end, form, secrets))
+    try:
+        return asking.result(max(end - time.monotonic(), 0.0))
+    except TimeoutError:
+        raise TimeoutError(content.tell() == len(sent)) from None
+
+
+def _exchange(url, content, headers, end, form, secrets) -> Any:
+    """Returns the JSON of the reply to one request. RequestError; TimeoutError from `end` on.
 
     requests bounds the connection and each wait for bytes; the chunks are bounded here. So a thread
     that nothing waits for any more ends, too.
@@ -141,8 +226,8 @@ def _ask(url, content, headers, end, form, secrets) -> Any:
                     data += chunk
     except (OSError, HTTPError, ValueError) as error:  # what requests raises is an OSError
         if not status:
-            wait = 0.0 if isinstance(error, NoConnection) else None
-            raise EndpointError(f"no connection ({_cause(error)})", wait=wait) from None
+            again = isinstance(error, NoConnection)
+            raise RequestError(f"no connection ({_cause(error)})", again=again) from None
         problem = "the reply breaks off"
     if time.monotonic() >= end:
         raise TimeoutError
@@ -152,7 +237,7 @@ def _ask(url, content, headers, end, form, secrets) -> Any:
     if len(data) > MOST_BYTES:
         problem = f"the reply has more than {MOST_BYTES >> 20} MiB"
     if problem:
-        raise EndpointError(problem, text)
+        raise RequestError(problem, worked=True, text=text)
     return _json_of(text, form, secrets)
 
 
@@ -163,17 +248,21 @@ def _cause(error) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _refusal(reply, text) -> EndpointError:
+def _refusal(reply, text) -> RequestError:
     """Returns the error of a reply that is an HTTP error or a redirect, with the body `text`."""
-    status, wait = reply.status_code, None
+    status, retry_after = reply.status_code, 0.0
     said = _message(text)
     if status < 400:
         said = f"redirected to {reply.headers.get('Location', 'nowhere')}, which is not followed"
-    if is_temporary(status):
-        wait = 0.0
-        with suppress(HTTPError, ValueError, OverflowError):  # a Retry-After that cannot be read
-            wait = Retry().get_retry_after(reply.raw) or 0.0
-    return EndpointError(f"HTTP {status}: {said}", wait=wait, bad_request=status in BAD_REQUEST)
+    with suppress(HTTPError, ValueError, OverflowError):  # a Retry-After that cannot be read
+        retry_after = Retry().get_retry_after(reply.raw) or 0.0
+    return RequestError(
+        f"HTTP {status}: {said}",
+        again=is_temporary(status),
+        retry_after=retry_after,
+        bad_request=status in BAD_REQUEST,
+        status=status,
+    )
 
 
 def _message(body) -> str:
@@ -188,22 +277,22 @@ def _message(body) -> str:
 
 
 def _json_of(text, form, secrets) -> Any:
-    """Returns the JSON of a reply. EndpointError if it is another; what was begun as JSON is kept.
+    """Returns the JSON of a reply. RequestError if it is another.
 
-    A gateway's page is no reply that was begun, nor is an error object.
+    No model has worked for a gateway's page, nor for an error object.
     """
-    begun = text if text.lstrip().startswith("{") else None
     try:
         plain = json.dumps(bounded_json(text), ensure_ascii=False)  # a key as it is, not escaped
         reply = json.loads(masked(plain, secrets, SECRET_CHARS))
     except ValueError as error:
         said = text.strip()[:80] or "an empty reply"
-        raise EndpointError(f"not JSON: {said} ({error})", begun) from None
+        begun = text.lstrip().startswith("{")
+        raise RequestError(f"not JSON: {said} ({error})", worked=begun, text=text) from None
     if isinstance(reply, dict) and (error := reply.get("error")):
         code = error.get("code") if isinstance(error, dict) else None
         problem = f"the endpoint says: {_message(json.dumps({'error': error}))}"
-        raise EndpointError(problem, bad_request=code in BAD_REQUEST)
+        raise RequestError(problem, bad_request=code in BAD_REQUEST)
     try:
         return validated(form, reply, "not the reply that was asked for", extra="allow")
     except UserError as error:
-        raise EndpointError(str(error), text) from None
+        raise RequestError(str(error), worked=True, text=text) from None

@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -37,7 +37,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import CONNECT_S, SECRET_CHARS, masked, secret
-from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.replies import UNRECORDED, Replies
 
 START_S = 60.0  # for a server to start and to list its tools; npx and uvx may install it first
 PROBE_S = 5.0  # for a server to list its tools again, after a call that took too long
@@ -65,7 +65,7 @@ class McpTool(Tool):
     latency_s: float | None = None
     timeout_s: float = 60.0
     result_words: int = RESULT_WORDS
-    spending: Spending = field(default_factory=Spending)  # for its recorded results
+    replies: Replies = UNRECORDED
     kind, blocking = "mcp", True
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
@@ -81,7 +81,7 @@ class McpTool(Tool):
         """
         body = {"tool": self.remote, "arguments": arguments, "usd": self.usd_per_call}
         request = {"url": f"mcp {self.server.name}", "body": body}
-        return self.spending.measured(request, lambda: self._ask(arguments))
+        return self.replies.result(request, lambda: self._ask(arguments))
 
     def _ask(self, arguments) -> ToolResult:
         start = time.monotonic()
@@ -202,16 +202,16 @@ class McpServer:
         return httpx2.AsyncClient(headers=headers, timeout=timeout, trust_env=tunnels)
 
 
-def open_servers(path: str, entries: list[Json], spending: Spending) -> list[McpTool]:
+def open_servers(path: str, entries: list[Json], replies: Replies) -> list[McpTool]:
     """Returns the tools of the entries of a catalogue. UserError.
 
-    The servers start side by side. `spending` has their recorded results.
+    The servers start side by side. `replies` are their recorded results.
     """
     servers = [McpServer(f"{path}: {entry['name']}", entry) for entry in entries]
     tools = []
     for server in servers:
         settings = {name: server.entry[name] for name in SETTINGS if name in server.entry}
-        tools += server.tools(spending=spending, **settings)
+        tools += server.tools(replies=replies, **settings)
     return tools
 
 

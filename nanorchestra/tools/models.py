@@ -13,22 +13,24 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from nanorchestra.agent.evidence import Evidence
-from nanorchestra.agent.failures import EndpointError, failed
+from nanorchestra.agent.failures import failed
+from nanorchestra.agent.threads import abandoned
 from nanorchestra.agent.tool import Allowance, Tool
 from nanorchestra.errors import UserError
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.http import REQUESTS, count_tokens, post, secret
-from nanorchestra.tools.replies import Reply
-from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.http import MOST_REQUESTS, Reply, count_tokens, post, secret
+from nanorchestra.tools.spending import Charge, Spending
 
 TIMEOUT_S = 600.0  # of a call
+LEAST_S = 0.02  # that a request has left; with fewer it is not sent
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
 LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
 LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
@@ -63,7 +65,7 @@ class Choice(TypedDict):
     message: Message
 
 
-class Completion(TypedDict):
+class ChatReply(TypedDict):
     """What must be right in an OpenAI chat completion; there is more, which may be wrong."""
 
     choices: Annotated[list[Choice], Field(min_length=1)]
@@ -75,15 +77,15 @@ class Endpoint:
 
     `headers` are sent with each request: the name of a header, and "$NAME" for the value of that
     environment variable. `concurrency` calls are open at a time, and others wait; a call takes
-    `timeout_s` seconds at most, its wait included, and makes `requests` at most, where one fails
-    for a while. A copy with another `timeout_s` or number of `requests` shares the open calls.
+    `timeout_s` seconds at most, its wait included, and makes `most_requests` at most, where one
+    fails for a while. A copy with other settings shares the open calls.
     """
 
     base_url: str
     key_variable: str = ""
     timeout_s: float = TIMEOUT_S
     concurrency: int = 16
-    requests: int = REQUESTS
+    most_requests: int = MOST_REQUESTS
     headers: dict[str, str] = field(default_factory=dict, hash=False)
     free: threading.Semaphore | None = field(default=None, repr=False, compare=False)
 
@@ -101,32 +103,62 @@ class Endpoint:
         if self.free is None:
             object.__setattr__(self, "free", threading.Semaphore(self.concurrency))
 
-    def complete(self, body: Json) -> tuple[Json, tuple[int, int]]:
-        """Returns an assistant's message, with `finish_reason` and `spent`, and its tokens.
+    def ask(
+        self, body: Json, spending: Spending, charge: Charge, seconds: float = math.inf
+    ) -> Reply:
+        """Returns the reply to a chat: a recorded one, or one that is asked for and paid.
 
-        That of an orchestrator has `cost_usd`, what all that it called has cost.
+        `body` is the request's JSON (model, messages, ...). The content of the reply is as
+        `complete` returns it. `seconds`: after which the user gives the call up, if these are fewer
+        than `timeout_s`. UserError if the reply cannot be recorded.
+        """
+        request = {"url": self.base_url.rstrip("/"), "body": body}
+        paid = partial(self._paid, body, spending, charge, seconds)
+        return spending.replies.get(request, paid, min(self.timeout_s, seconds))
 
-        `body` is the request's JSON (model, messages, ...). Content in parts is joined to text.
-        Tokens, input and output, are estimated where the reply does not state them. Raises
-        EndpointError. Its `spent`, as that of the message, is what `post` says, and in its seconds
-        and those waited the wait for other calls.
+    def _paid(self, body, spending, charge, seconds) -> Reply:
+        """Waits until the endpoint is free, then reserves the dollars, asks, and pays.
+
+        A call that was given up while it waited is not sent. EndpointError if the run has too few
+        dollars left.
         """
         start = time.monotonic()
-        if not self.free.acquire(timeout=self.timeout_s):
-            problem = f"calls open: {self.concurrency}, and none ended in {self.timeout_s:g} s"
-            error = EndpointError(problem)
-            error.spent = 0, self.timeout_s, self.timeout_s
-            raise error
-        waited = time.monotonic() - start
+        timeout_s = min(self.timeout_s, seconds)
+        by_user = seconds < self.timeout_s
+        is_free = self.free.acquire(timeout=timeout_s)
         try:
-            reply, (retries, seconds, before) = self._post(body, self.timeout_s - waited)
-        except EndpointError as error:
-            retries, seconds, before = error.spent
-            error.spent = retries, waited + seconds, waited + before
-            raise
+            waited = min(time.monotonic() - start, timeout_s)
+            if abandoned() or timeout_s - waited < LEAST_S:
+                problem = f"calls open: {self.concurrency}, and none ended in {timeout_s:g} s"
+                return Reply(problem=problem, seconds=waited, waited=waited, given_up=by_user)
+            reply = spending.pay(charge, partial(self.complete, body, timeout_s - waited))
         finally:
-            self.free.release()
-        choice, usage = reply["choices"][0], reply.get("usage")
+            if is_free:
+                self.free.release()
+        total = waited + reply.seconds
+        late = bool(reply.problem) and total >= timeout_s
+        return replace(
+            reply, seconds=total, waited=waited + reply.waited, given_up=late and by_user
+        )
+
+    def complete(self, body: Json, timeout_s: float) -> Reply:
+        """Returns an assistant's message as content, with its `finish_reason`.
+
+        `cost_usd` is there if an orchestrator says what all that it called has cost. Content in
+        parts is joined to text. Tokens are estimated where the reply does not state them.
+        """
+        reply = post(
+            f"{self.base_url.rstrip('/')}/chat/completions",
+            body,
+            ChatReply,
+            self.key_variable,
+            timeout_s,
+            self.header_variables,
+            self.most_requests,
+        )
+        if reply.problem:
+            return reply
+        choice, usage = reply.content["choices"][0], reply.content.get("usage")
         usage = usage if isinstance(usage, dict) else {}
         tokens = (
             _tokens(usage.get("prompt_tokens"), [body.get("messages"), body.get("tools")]),
@@ -135,22 +167,10 @@ class Endpoint:
         message = choice["message"] | {
             "content": _text(choice["message"].get("content")),
             "finish_reason": choice.get("finish_reason"),
-            "spent": (retries, waited + seconds, waited + before),
         }
-        if (usd := _stated_usd(reply)) is not None:
+        if (usd := _stated_usd(reply.content)) is not None:
             message["cost_usd"] = usd
-        return message, tokens
-
-    def _post(self, body, timeout_s) -> tuple[Json, tuple[int, float, float]]:
-        return post(
-            f"{self.base_url.rstrip('/')}/chat/completions",
-            body,
-            Completion,
-            self.key_variable,
-            timeout_s,
-            self.header_variables,
-            requests=self.requests,
-        )
+        return replace(reply, content=message, tokens=tokens)
 
 
 def _stated_usd(reply) -> float | None:
@@ -186,8 +206,8 @@ class Expert:
     `code_tokens` and `context_tokens` bound what it reads in a published role. `boxed`: it marks
     its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy.
     `known_as` is its name in the catalogue's table of experts, `payee` what the bill calls it if
-    not that, `owner` is who made it. A user who
-    bans "proprietary" models bans those without `open_weights`.
+    not that, `owner` is who made it. A user who bans "proprietary" models bans those without
+    `open_weights`. A call is given up after `seconds`, if the user has a limit.
     """
 
     name: str
@@ -208,6 +228,7 @@ class Expert:
     payee: str = ""
     owner: str = ""
     open_weights: bool = False
+    seconds: float = math.inf
 
     def most_usd(self, text: str) -> float:
         """Returns the US dollars of the longest reply to `text`.
@@ -217,16 +238,16 @@ class Expert:
         return self.price.cost(most_tokens(text), self.max_tokens)
 
     def smaller(self, text: str, allowance: Allowance) -> "Expert":
-        """Returns the expert with the reply to `text` bounded by what may be spent.
+        """Returns the expert with the reply to `text` bounded by its share of the dollars.
 
-        As it is, if that would be too short to be of use.
+        If that would be too short to be of use, by the shortest that is; as it is, if the dollars
+        left do not pay for this one.
         """
         least = LEAST_REASONING_TOKENS if self.reasoning else LEAST_REPLY_TOKENS
-        for usd in (min(allowance.share, allowance.usd), allowance.usd):
-            tokens = self._reply_tokens(text, usd)
-            if tokens >= min(least, self.max_tokens):
-                return replace(self, max_tokens=tokens)
-        return self
+        tokens = self._reply_tokens(text, min(allowance.share, allowance.usd))
+        tokens = max(tokens, min(least, self.max_tokens))
+        smaller = replace(self, max_tokens=tokens, seconds=allowance.seconds)
+        return smaller if smaller.most_usd(text) <= allowance.usd else self
 
     def _reply_tokens(self, text, usd) -> int:
         """Returns how many tokens the reply to `text` may have for so many US dollars."""
@@ -252,10 +273,32 @@ class Expert:
         """
         for variable in self.endpoint.unset():
             tell_once(variable, f"{self.model} needs {variable}, which is not set")
+        payee = self.payee or self.known_as or self.name
+        charge = Charge(payee, self.most_usd(text), partial(self.price_of, text))
         try:
-            return self._ask(text, name)
+            reply = self.endpoint.ask(self._body(text), self.spending, charge, self.seconds)
         except UserError as error:
             return failed(name, error)
+        if reply.problem:
+            problem, answer = f"did not answer: {reply.problem}", ""
+        else:  # an answer that is empty or refused is the model's own
+            answer = reply.content["content"].rpartition("</think>")[2]
+            problem = "" if answer.strip() else _emptiness(reply.content)
+        if problem:
+            answer = f"Error: {name} {self._renamed(problem, name)}"
+        input_tokens, output_tokens = self._counted(text, reply)
+        return ToolResult(
+            answer.strip(),
+            self.price_of(text, reply),
+            math.inf if reply.given_up else reply.seconds,
+            error=bool(problem),
+            infrastructure=reply.infrastructure,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            alias=name,
+            retries=reply.retries,
+            waited_s=reply.waited,
+        )
 
     def _renamed(self, problem, name) -> str:
         """Returns what a server says with the name that the policy knows, not the model's.
@@ -277,42 +320,14 @@ class Expert:
             body["reasoning_effort"] = self.reasoning_effort
         return body
 
-    def _counted(self, reply, text) -> tuple[int, int]:
+    def _counted(self, text: str, reply: Reply) -> tuple[int, int]:
         """Returns the tokens of a reply to `text`, input and output: as many as were asked for."""
         read, written = reply.tokens
         return min(read, most_tokens(text)), min(written, self.max_tokens)
 
-    def _bill(self, reply, text) -> float:
+    def price_of(self, text: str, reply: Reply) -> float:
         """Returns the US dollars of a reply to `text`."""
-        return self.price.cost(*self._counted(reply, text))
-
-    def _ask(self, text, name) -> ToolResult:
-        def bill(reply: Reply) -> float:
-            return self._bill(reply, text)
-
-        body, payee = self._body(text), self.payee or self.known_as or self.name
-        reply = self.spending.complete(self.endpoint, body, self.most_usd(text), bill, payee)
-        infrastructure = bool(reply.problem) and not reply.bad_request
-        if reply.problem:
-            problem, answer = f"did not answer: {reply.problem}", ""
-        else:  # an answer that is empty or refused is the model's own
-            answer = reply.content["content"].rpartition("</think>")[2]
-            problem = "" if answer.strip() else _emptiness(reply.content)
-        if problem:
-            answer = f"Error: {name} {self._renamed(problem, name)}"
-        input_tokens, output_tokens = self._counted(reply, text)
-        return ToolResult(
-            answer.strip(),
-            bill(reply),
-            reply.seconds,
-            error=bool(problem),
-            infrastructure=infrastructure,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            alias=name,
-            retries=reply.retries,
-            waited_s=reply.waited,
-        )
+        return self.price.cost(*self._counted(text, reply))
 
 
 @dataclass(frozen=True)
@@ -325,7 +340,6 @@ class ServedOrchestrator(Expert):
     """
 
     task_usd: float = 1.0
-    seconds: float = math.inf
     never: Sequence[str] = ()
 
     def most_usd(self, text: str) -> float:
@@ -345,16 +359,16 @@ class ServedOrchestrator(Expert):
             limits["seconds"] = self.seconds
         return super()._body(text) | {"metadata": {"limits": limits}}
 
-    def _counted(self, reply, text) -> tuple[int, int]:
+    def _counted(self, text: str, reply: Reply) -> tuple[int, int]:
         return reply.tokens
 
-    def _bill(self, reply, text) -> float:
+    def price_of(self, text: str, reply: Reply) -> float:
         """Returns what the reply says that it has cost, or its tokens cost if it says nothing.
 
         What a task has cost that failed under way is not known: it counts at its most.
         """
         if reply.problem:
-            worked = reply.begun or reply.problem.startswith("HTTP 5")
+            worked = reply.begun or reply.status >= 500
             return self.task_usd if worked else 0.0
         usd = reply.content.get("cost_usd", self.price.cost(*reply.tokens))
         return min(usd, self.task_usd)

@@ -10,68 +10,50 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 from nanorchestra.agent.failures import EndpointError
-from nanorchestra.agent.numbering import REQUESTS, RequestCounts
+from nanorchestra.agent.numbering import NUMBERING, RequestCounts
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, write_whole
+from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json
+from nanorchestra.tools.http import Reply
 
 SHARED = "shared"  # the one reply to all equal requests, where nothing is sampled
 FAILED = "failed"  # how the name of a failure ends
 EXCERPT = 100  # characters of a request, in a message
+WAIT_S = 600.0  # for the same call of a tool, that is made already
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What was replied to a request, as JSON, or the `problem` that there was.
+class Replies:
+    """What is replied to requests: each is asked. `ReplyStore` keeps what is said.
 
-    tokens: input and output, as the server counts them. retries: requests that were repeated.
-    seconds: of all. waited: of these seconds, those before the last request. usd: US dollars that
-    were paid. bad_request: the request is at fault; else a problem is the infrastructure's.
+    asks: whether a request without a recorded reply is asked. missing: the line about the first
+    reply that a replay lacks, "" if it has all; it ends a run.
     """
 
-    content: Any = None
-    tokens: tuple[int, int] = (0, 0)
-    retries: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
-    usd: float = 0.0
-    problem: str = ""
-    bad_request: bool = False
+    asks, missing = True, ""
 
-    @classmethod
-    def of_error(cls, error: EndpointError) -> "Reply":
-        """Returns the reply that an error is."""
-        retries, seconds, waited = error.spent
-        return cls(
-            tokens=error.tokens,
-            retries=retries,
-            seconds=seconds,
-            waited=waited,
-            problem=str(error),
-            bad_request=error.bad_request,
-        )
+    def get(
+        self, request: Json, ask: Callable[[], Reply], wait_s: float, shared: bool = False
+    ) -> Reply:
+        """Returns the reply of `ask` to a request; an EndpointError is one with a problem."""
+        try:
+            return ask()
+        except EndpointError as error:
+            return Reply(problem=str(error))
 
-    @property
-    def begun(self) -> bool:
-        """Whether there is a reply to bill: one that is whole, or was begun and is another."""
-        return not self.problem or any(self.tokens)
-
-    @property
-    def final(self) -> bool:
-        """Whether the same request would be answered alike: no failure of the infrastructure."""
-        return not self.problem or self.bad_request
+    def result(self, request: Json, call: Callable[[], ToolResult]) -> ToolResult:
+        """Returns `call()`: of a tool that runs here, whose seconds are measured."""
+        return call()
 
 
-class ReplayError(UserError):
-    """A reply is not recorded, so the run cannot be what was recorded."""
+UNRECORDED = Replies()
 
 
-class ReplyStore:
+class ReplyStore(Replies):
     """The recorded replies of a directory; thread-safe, for any number of processes.
 
     asks: whether a request without a reply is asked, and its reply recorded; else that is an error.
@@ -83,49 +65,71 @@ class ReplyStore:
         self._asking: dict[Path, threading.Lock] = {}
         self._outside = RequestCounts(0)  # of requests that no attempt makes
 
-    def reply(
+    def get(
         self, request: Json, ask: Callable[[], Reply], wait_s: float, shared: bool = False
     ) -> Reply:
         """Returns the recorded reply to a request, or that of `ask`, which is then recorded.
 
-        What `ask` raises is not recorded. A failure of the infrastructure is recorded for a replay
-        alone, and asked again by a recording. A request that is open already is waited for,
-        `wait_s` seconds at most. shared: all equal requests have the same reply. Raises
-        EndpointError, ReplayError for a reply that is missing, and UserError if none can be
-        written.
+        A failure is recorded for a replay alone, and asked again by a recording. An EndpointError
+        of `ask` is a reply with a problem, and not recorded. A request that is open already is
+        waited for, `wait_s` seconds at most. shared: all equal requests have the same reply.
+        UserError if none can be written.
         """
         key = hashlib.sha256(_canonical(request).encode()).hexdigest()
         folder = self.directory / key[:2] / key
-        name = SHARED if shared else (REQUESTS.get() or self._outside).next(key)
+        name = SHARED if shared else (NUMBERING.get() or self._outside).next(key)
         file = folder / f"{name}.json"
         if file.exists():
             return _read(file)
         if not self.asks:
             failure = _failure(file)
-            if failure.exists():
-                return _read(failure)
-            raise ReplayError(
-                f"replay: no reply is recorded to {_excerpt(request)} (request {key[:12]} of "
-                f"{self.directory}); record it with record:DIR"
-            )
+            return _read(failure) if failure.exists() else self._missed(request, key)
         lock = self._asking.setdefault(file, threading.Lock())
         if not lock.acquire(timeout=wait_s):
-            raise EndpointError(f"the same request had no reply within {wait_s:g} s")
+            return Reply(problem=f"the same request had no reply within {wait_s:g} s")
         try:
             return _read(file) if file.exists() else _recorded(file, request, ask())
+        except EndpointError as error:
+            return Reply(problem=str(error))
         finally:
             self._asking.pop(file, None)
             lock.release()
 
+    def _missed(self, request, key) -> Reply:
+        problem = (
+            f"replay: no reply is recorded to {_excerpt(request)} (request {key[:12]} of "
+            f"{self.directory}); record it with record:DIR"
+        )
+        self.missing = self.missing or problem
+        return Reply(problem=problem)
 
-def store_of(word: str, where: str) -> ReplyStore | None:
-    """Returns the store that "record:DIR" or "replay:DIR" names; None for the words without one.
+    def result(self, request: Json, call: Callable[[], ToolResult]) -> ToolResult:
+        """Returns `call()`, or its recorded result: of a tool that runs here.
+
+        Without its measured seconds a replay would not be the run that was recorded.
+        """
+        if not self.tools:
+            return call()
+
+        def ask() -> Reply:
+            result = call()
+            problem = result.content if result.infrastructure else ""
+            return Reply(asdict(result), seconds=result.latency_s, problem=problem)
+
+        reply = self.get(request, ask, WAIT_S)
+        if reply.content is None:
+            return ToolResult(f"Error: {reply.problem}", error=True, infrastructure=True)
+        return ToolResult(**reply.content)
+
+
+def store_of(word: str, where: str, usual: Replies = UNRECORDED) -> Replies:
+    """Returns the store that "record:DIR" or "replay:DIR" names; `usual` for the words without one.
 
     UserError, which begins with `where`, for another word.
     """
     kind, _, directory = word.partition(":")
     if word in ("simulated", "real"):
-        return None
+        return usual
     require(
         kind in ("record", "replay") and directory,
         f"{where} is {word!r}; it must be simulated, real, record:DIR or replay:DIR",
@@ -161,9 +165,10 @@ def _failure(file) -> Path:
 
 
 def _read(file) -> Reply:
-    """Returns the reply of a file."""
+    """Returns the reply of a file; ignores other keys."""
     row = read_json(file)
-    return Reply(**row | {"tokens": tuple(row["tokens"])})
+    row["tokens"] = tuple(row["tokens"])
+    return Reply(**{each.name: row[each.name] for each in fields(Reply) if each.name in row})
 
 
 def _canonical(value) -> str:

@@ -5,7 +5,7 @@ the environment and reaches no message and no file.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Required
 
 from typing_extensions import TypedDict
@@ -14,9 +14,8 @@ from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.http import post
-from nanorchestra.tools.replies import Reply
-from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.http import Reply, post
+from nanorchestra.tools.spending import Charge, Spending
 
 TAVILY = "https://api.tavily.com"
 KEY_VARIABLE = "TAVILY_API_KEY"
@@ -61,10 +60,8 @@ class WebSearch(Tool):
     parameters = arguments_schema(query="string")
 
     def __post_init__(self) -> None:
-        replies = self.spending.replies
-        asks = replies is None or replies.asks
         problem = f"{self.name}: the environment variable {KEY_VARIABLE} is not set"
-        require(not asks or os.environ.get(KEY_VARIABLE), problem)
+        require(not self.spending.replies.asks or os.environ.get(KEY_VARIABLE), problem)
 
     def ban_names(self, arguments: Json | None = None) -> set[str]:
         """Returns the names under which searches of the web can be banned."""
@@ -77,16 +74,16 @@ class WebSearch(Tool):
         text = "\n\n".join(documents) or "nothing found"
         return ToolResult(
             f"Error: {self.name}: {found.problem}" if found.problem else text,
-            self._usd(found),
+            self._price_of(found),
             found.seconds,
             error=bool(found.problem),
-            infrastructure=not found.final,
+            infrastructure=found.infrastructure,
             retries=found.retries,
             findings={"documents": documents[::-1]} if documents else {},
             waited_s=found.waited,
         )
 
-    def _usd(self, found: Reply) -> float:
+    def _price_of(self, found: Reply) -> float:
         return self.usd_per_call if found.begun else 0.0
 
     def _found(self, query: str) -> Reply:
@@ -96,14 +93,13 @@ class WebSearch(Tool):
         body |= {"max_results": self.pages, "include_raw_content": "text"}
 
         def ask() -> Reply:
-            reply, spent = post(url, body, Results, KEY_VARIABLE, self.timeout_s)
-            return Reply(reply["results"], (0, 0), *spent)
+            reply = post(url, body, Results, KEY_VARIABLE, self.timeout_s)
+            return reply if reply.problem else replace(reply, content=reply.content["results"])
 
-        def paid() -> Reply:
-            return self.spending.pay(ask, self.usd_per_call, self._usd, self.name)
-
+        charge = Charge(self.name, self.usd_per_call, self._price_of)
         request = {"url": url, "body": body}
-        return self.spending.recorded(request, paid, self.timeout_s, shared=True)
+        replies, timeout_s = self.spending.replies, self.timeout_s
+        return replies.get(request, lambda: self.spending.pay(charge, ask), timeout_s, shared=True)
 
 
 def _document(hit) -> str:

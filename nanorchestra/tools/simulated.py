@@ -13,7 +13,7 @@ from nanorchestra.agent.tool import Tool
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 
-Reply = TypeVar("Reply")
+Said = TypeVar("Said")
 Range = tuple[float, float]  # the least and the greatest factor, between which one is drawn
 VARIATION: Range = (0.85, 1.15)  # of the tokens and the seconds of a SimulatedExpert
 
@@ -42,10 +42,10 @@ class Simulation:
         self,
         seed: str,
         input_tokens: int,
-        right: Callable[[random.Random], Reply],
-        wrong: Callable[[random.Random], Reply],
+        right: Callable[[random.Random], Said],
+        wrong: Callable[[random.Random], Said],
         max_tokens: int | None = None,
-    ) -> tuple[Reply, ToolResult]:
+    ) -> tuple[Said, ToolResult]:
         """Returns a reply and its bill, which are a function of the arguments.
 
         The bill is a result without content: US dollars, virtual seconds, tokens. It is an error if

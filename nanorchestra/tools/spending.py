@@ -1,8 +1,8 @@
 """What a run spends on paid endpoints: one limit for all its processes, and a bill.
 
-A process reserves the most that a call can cost before the call, and settles it afterwards. What it
-has spent is kept in a file, open calls at their most, so that a run which is killed and resumed
-goes on from what it has really spent. No torch.
+A process reserves the most that a request can cost before it is sent, and settles it afterwards.
+What it has spent is kept in a file, open requests at their most, so that a run which is killed and
+resumed goes on from what it has really spent. No torch.
 """
 
 import json
@@ -10,42 +10,52 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import require
 from nanorchestra.files import read_json, write_whole
-from nanorchestra.records import ToolResult
-from nanorchestra.schemas import Json
-from nanorchestra.tools.replies import ReplayError, Reply, ReplyStore
+from nanorchestra.tools.http import Reply
+from nanorchestra.tools.replies import UNRECORDED, Replies
 from nanorchestra.units import dollars
 
-WAIT_S = 600.0  # for the same call of a tool, that is made already
+
+class Charge(NamedTuple):
+    """What a request can cost, and to whom: `most_usd` US dollars, and `price_of(reply)`."""
+
+    payee: str
+    most_usd: float
+    price_of: Callable[[Reply], float]
 
 
 class Spending:
     """US dollars that the endpoints of a run may cost together; thread-safe.
 
-    most: of all processes of the run. replies: what endpoints have said, which costs nothing again.
+    most: of all processes of the run. replies: those that are recorded, which cost nothing again.
     file: where this process keeps what it has spent; what it says is counted from the start.
+    others_usd: what the other processes of the run had spent by then. processes: of the run.
 
     `limit` is this process's part of `most`: what it has spent, and an equal part of what was left
-    when `bound` was called. `bill` is what was spent, by payee. `refused` says whether a call was
-    refused, `broken` why the recorded replies do not do, "" if they do: either ends a run.
+    when `bound` was called. `bill` is what was spent, by payee. `exhausted` says whether a request
+    was not paid for, as it could have cost more than is left: the run has to end.
 
-    Invariant: `spent`, which counts an open call at its most, is never above `limit`. UserError if
-    `most` is no limit.
+    Invariant: `spent`, which counts an open request at its most, is never above `limit`. UserError
+    if `most` is no limit.
     """
 
     def __init__(
-        self, most: float = math.inf, replies: ReplyStore | None = None, file: Path | None = None
+        self,
+        most: float = math.inf,
+        replies: Replies = UNRECORDED,
+        file: Path | None = None,
+        others_usd: float = 0.0,
+        processes: int = 1,
     ):
         self.most, self.limit, self.replies = math.inf, math.inf, replies
-        self.spent, self.refused, self.broken = 0.0, False, ""
+        self.spent, self.exhausted = 0.0, False
         self.bill: Counter[str] = Counter()
-        self.processes, self.others_usd = 1, 0.0  # what the other processes had spent at the start
+        self.others_usd, self.processes = others_usd, processes
         self._lock = threading.Lock()
         self.keep_in(file)
         self.bound(most)
@@ -56,12 +66,9 @@ class Spending:
 
         Ranks of an earlier start, with no successor in this one, have spent what their files say.
         """
-        spending = cls(file=folder / f"rank-{rank:05d}.json")
-        spending.processes = ranks
-        for file in _files_of_ranks(folder):
-            if file != spending.file:
-                spending.others_usd += read_spent(file)[0]
-        return spending
+        own = folder / f"rank-{rank:05d}.json"
+        others = [read_spent(file)[0] for file in _files_of_ranks(folder) if file != own]
+        return cls(file=own, others_usd=sum(others), processes=ranks)
 
     def keep_in(self, file: Path | None) -> None:
         """Keeps what is spent in `file`, from what it says on; before the first call."""
@@ -79,13 +86,13 @@ class Spending:
 
     @property
     def problem(self) -> str:
-        """Why a training run has to end: the limit, or a recorded reply; "" if it has not."""
-        if self.refused and not self.broken:
+        """Why a training run has to end: the limit, or a missing reply; "" if it has not."""
+        if self.exhausted and not self.replies.missing:
             return (
                 f"max_usd of the catalogue is {self.most:g} US dollars, and a rank's part of what "
                 "is left does not pay for the next call; raise it, and go on with --resume"
             )
-        return self.broken
+        return self.replies.missing
 
     def total(self) -> dict[str, float]:
         """Returns the US dollars that all ranks of the run have spent by payee, at any start."""
@@ -95,18 +102,18 @@ class Spending:
         return dict(sorted(total.items()))
 
     def reserve(self, most_usd: float) -> bool:
-        """Counts a call at its most; False if that is more than is left."""
+        """Counts a request at its most; False if that is more than is left."""
         with self._lock:
             fits = self.spent + most_usd <= self.limit
             if not fits:
-                self.refused = True
+                self.exhausted = True
             elif most_usd:
                 self.spent += most_usd
                 self._keep()
         return fits
 
     def settle(self, most_usd: float, usd: float, payee: str) -> None:
-        """Counts a call that was reserved at what it has cost."""
+        """Counts a request that was reserved at what it has cost."""
         with self._lock:
             self.spent += usd - most_usd
             if usd:
@@ -114,92 +121,26 @@ class Spending:
             if usd or most_usd:
                 self._keep()
 
-    def recorded(
-        self, request: Json, ask: Callable[[], Reply], wait_s: float, shared: bool = False
-    ) -> Reply:
-        """Returns the reply to a request that is recorded, or else that of `ask`.
+    def pay(self, charge: Charge, ask: Callable[[], Reply]) -> Reply:
+        """Returns the reply of `ask`, and counts what it has cost.
 
-        An EndpointError of `ask` is a reply with a problem. Without recorded replies that is all;
-        with them see `ReplyStore.reply`. UserError if a reply cannot be recorded.
+        EndpointError, and nothing is asked, if the run has fewer dollars left than it can cost.
         """
-        try:
-            if self.replies is None:
-                return ask()
-            return self.replies.reply(request, ask, wait_s, shared)
-        except EndpointError as error:
-            return Reply.of_error(error)
-        except ReplayError as error:
-            self.broken = self.broken or str(error)
-            return Reply(problem=str(error))
-
-    def measured(self, request: Json, call: Callable[[], ToolResult]) -> ToolResult:
-        """Returns `call()`, or its recorded result: of a tool whose seconds are measured here.
-
-        Without its seconds a replay would not be the run that was recorded.
-        """
-        if self.replies is None or not self.replies.tools:
-            return call()
-
-        def ask() -> Reply:
-            result = call()
-            problem = result.content if result.infrastructure else ""
-            return Reply(asdict(result), seconds=result.latency_s, problem=problem)
-
-        reply = self.recorded(request, ask, WAIT_S)
-        if reply.content is None:
-            return ToolResult(f"Error: {reply.problem}", error=True, infrastructure=True)
-        return ToolResult(**reply.content)
-
-    def pay(
-        self,
-        ask: Callable[[], Reply],
-        most_usd: float,
-        bill: Callable[[Reply], float],
-        payee: str,
-    ) -> Reply:
-        """Returns the reply of `ask`, or its EndpointError as one, and bills it.
-
-        It may cost `most_usd` US dollars, and costs `bill(reply)`. EndpointError if the run has
-        fewer left.
-        """
-        if not self.reserve(most_usd):
-            problem = f"it could cost {dollars(most_usd)}, more than the run has left to spend"
+        if not self.reserve(charge.most_usd):
+            problem = (
+                f"it could cost {dollars(charge.most_usd)}, more than the run has left to spend"
+            )
             raise EndpointError(problem)
-        usd = 0.0  # of a call that raises something else, as far as is known
+        usd = 0.0  # of an `ask` that raises, as far as is known
         try:
-            try:
-                reply = ask()
-            except EndpointError as error:
-                reply = Reply.of_error(error)
-            usd = bill(reply)
+            reply = ask()
+            usd = charge.price_of(reply)
         finally:
-            self.settle(most_usd, usd, payee)
-        return replace(reply, usd=usd)
-
-    def complete(
-        self,
-        endpoint: Any,
-        body: Json,
-        most_usd: float,
-        bill: Callable[[Reply], float],
-        payee: str,
-    ) -> Reply:
-        """Returns the reply of an Endpoint to a chat, with its message as content.
-
-        It is a recorded one, or is paid as by `pay`. UserError if it cannot be recorded.
-        """
-
-        def ask() -> Reply:
-            message, tokens = endpoint.complete(body)
-            return Reply(message, tokens, *message.pop("spent"))
-
-        def paid() -> Reply:
-            return self.pay(ask, most_usd, bill, payee)
-
-        request = {"url": endpoint.base_url.rstrip("/"), "body": body}
-        return self.recorded(request, paid, endpoint.timeout_s)
+            self.settle(charge.most_usd, usd, charge.payee)
+        return reply
 
     def _keep(self) -> None:
+        """Writes what is spent, before anything else may be: a kill at any time finds it there."""
         if self.file is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.file, json.dumps({"spent_usd": self.spent, "bill_usd": self.bill}))

@@ -23,13 +23,13 @@ from scripted import ScriptedEngine
 
 from data_gen import main as data_gen
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.failures import EndpointError
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.tool import all_ban_names
 from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.records import Price, Task, banned
 from nanorchestra.serving.endpoint import EndpointRollout
 from nanorchestra.serving.http import Server
+from nanorchestra.tools.http import Reply
 from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, ServedOrchestrator
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.spending import Spending
@@ -56,7 +56,7 @@ class Greedy(Endpoint):
     rng: random.Random = None
     ledger: list = None
 
-    def complete(self, body):
+    def complete(self, body, timeout_s):
         most = body.get("max_tokens") or body["max_completion_tokens"]
         text, template = body["messages"][-1]["content"], 100
         if len(body["messages"]) > 1 or "tools" in body:
@@ -65,12 +65,10 @@ class Greedy(Endpoint):
         tokens = read, self.rng.choice((1, most, most))
         self.ledger.append((body["model"], Price(*PRICED[body["model"]]).cost(*tokens)))
         if self.rng.random() < 0.1:
-            error = EndpointError("the reply breaks off", "")
-            error.tokens = tokens
-            raise error
+            return Reply(tokens=tokens, problem="the reply breaks off")
         content = self.rng.choice(("<query>a long query</query>", "```python\n1\n```", "42", ""))
         message = {"role": "assistant", "content": content, "finish_reason": "stop"}
-        return message | {"spent": (0, self.rng.random())}, tokens
+        return Reply(message, tokens, seconds=self.rng.random())
 
 
 class Babbler(ScriptedEngine):
@@ -178,10 +176,10 @@ def play(nano_tokenizer, tmp_path_factory):
         """The rollout of a model whose turns a babbler writes."""
 
         class Answering(Endpoint):
-            def complete(self, body):
-                _, tokens = endpoint.complete(body)
-                message = endpoint_message(engine)
-                return message | {"finish_reason": "stop", "spent": (0, 0.1)}, tokens
+            def complete(self, body, timeout_s):
+                tokens = endpoint.complete(body, timeout_s).tokens
+                message = endpoint_message(engine) | {"finish_reason": "stop"}
+                return Reply(message, tokens, seconds=0.1)
 
         price = Price(*PRICED[model])
         name = f"{model}@http://x/v1"
@@ -205,7 +203,7 @@ def play(nano_tokenizer, tmp_path_factory):
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         servers.append((server, thread))
-        there = Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", requests=1)
+        there = Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", most_requests=1)
         price, spending = Price(1, 1), Spending()
         expert = ServedOrchestrator(name, there, f"{POLICY}+tools", price, spending)
         return ExpertTool(name, "d", {name: expert})

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import replace
 
 import pytest
+from openai_server import openai_server, said
 from scripted import ANSWER, SETTINGS, EchoTool, call, echoing, play
 
+from nanorchestra.agent.limits import UserLimits
+from nanorchestra.agent.numbering import in_attempt
 from nanorchestra.errors import UserError
-from nanorchestra.records import Preference, ToolResult
+from nanorchestra.records import Preference, Price, ToolCall, ToolResult, Trajectory
+from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
+from nanorchestra.tools.replies import store_of
+from nanorchestra.tools.spending import Spending
 
 TWO = call("a").replace("<|im_end|>", "") + "\n" + call("b").split("\n\n")[1]
 
@@ -68,6 +76,67 @@ def test_a_call_is_given_up_in_time_for_an_answer(nano_tokenizer):
     assert "was given up" in contents[0] and 0.25 < t.cost_usd < 0.26 and t.calls == {"echo": 1}
     _, _, engine, _ = limited(nano_tokenizer, [ANSWER], seconds=0.5)
     assert engine.params[0][1] == 50  # tokens of 10 ms
+
+
+def asked(endpoint, calls, spending=None, **limits):
+    """The results of a turn's calls of an expert."""
+    expert = Expert("e", endpoint, "m", Price(1, 10), spending or Spending())
+    env = echoing(ExpertTool("e", "d", {"e": expert}))
+    env.task = replace(env.task, preference=Preference(**limits))
+    user_limits = UserLimits(env, Trajectory("t", 0), Price(0, 0))
+    made = [ToolCall("e", {"task": f"{number}?"}) for number in range(calls)]
+    return asyncio.run(user_limits.execute(made, calls))
+
+
+def test_of_calls_side_by_side_each_gets_its_share_and_none_takes_all_that_is_left():
+    """The first took all that was left where its share bought fewer than 256 tokens."""
+    with openai_server() as server:
+        for usd, answered in ((0.009, 3), (0.007, 2), (0.004, 1), (0.002, 0)):
+            server.bodies.clear()
+            results = asked(Endpoint(server.url), 3, usd=usd)
+            assert [result.error for result in results].count(False) == answered
+            tokens = [body["max_tokens"] for body in server.bodies]
+            assert all(256 <= each <= max(256, usd / 3 * 1e5) for each in tokens)
+
+
+def test_a_call_that_was_given_up_is_neither_sent_nor_paid_afterwards():
+    """The one that waits for a place, the one that waits for its next try, and the one under way.
+
+    The connection of the last ends with the user's seconds: the server need not write on.
+    """
+    with openai_server() as server:
+        server.answer = lambda body: time.sleep(1.0) or said("42")
+        spending = Spending()
+        alone = Endpoint(server.url, concurrency=1)
+        results = asked(alone, 2, spending=spending, seconds=0.5)
+        assert all("was given up after 0.5 s, the" in result.content for result in results)
+        assert not any(result.infrastructure for result in results)
+        assert alone.free.acquire(timeout=0.3), "its place is free again at once"
+        alone.free.release()
+        time.sleep(1.2)
+        assert len(server.bodies) == 1 and spending.spent < 0.001, "no more than its input"
+        server.status, server.answer = 500, lambda body: said("42")
+        started = time.monotonic()
+        (result,) = asked(Endpoint(server.url), 1, seconds=0.5)
+        assert result.infrastructure and time.monotonic() - started < 0.5
+        assert len(server.bodies) == 2, "no try is left within the user's seconds"
+
+
+def test_a_replay_gives_up_the_calls_that_the_recording_gave_up(tmp_path):
+    """One was under way, and one was never sent; each counts at its most, and is no failure."""
+    with openai_server() as server:
+        server.answer = lambda body: time.sleep(0.5) or said("42")
+        alone = Endpoint(server.url, concurrency=1)
+
+        def turn(word):
+            with in_attempt(7):
+                replies = store_of(f"{word}:{tmp_path}", "--experts")
+                return asked(alone, 2, Spending(replies=replies), seconds=0.3)
+
+        recorded = turn("record")
+        time.sleep(0.3)
+        assert [result.cost_usd > 0.04 for result in recorded] == [True] * 2
+        assert turn("replay") == recorded and len(server.bodies) == 1
 
 
 def test_a_preference_is_a_line_of_words_and_a_vector():

@@ -20,7 +20,7 @@ from nanorchestra.schemas import bounded_json
 from nanorchestra.tools import http
 from nanorchestra.tools.models import Endpoint, Expert, most_tokens
 from nanorchestra.tools.search import WebSearch
-from nanorchestra.tools.spending import Spending
+from nanorchestra.tools.spending import Charge, Spending
 
 KEY = "sk-secret-key-of-mine"
 LIMIT = 100  # tokens of a reply
@@ -273,7 +273,7 @@ def test_many_calls_are_open_at_once_and_each_has_its_own_reply(server):
         return {"text": body["text"] * 2}
 
     def call(text):
-        replies[text] = http.post(f"{server.url}/x", {"text": text}, dict, "NO_KEY", 20.0)[0]
+        replies[text] = http.post(f"{server.url}/x", {"text": text}, dict, "NO_KEY", 20.0).content
 
     server.answer = answer
     with nothing_stays():
@@ -300,8 +300,8 @@ def test_a_call_that_raises_keeps_no_reservation():
 
     for _ in range(3):
         with pytest.raises(RuntimeError):
-            spending.pay(call, 0.4, None, "e")
-    assert spending.spent == 0.0 and not spending.refused
+            spending.pay(Charge("e", 0.4, None), call)
+    assert spending.spent == 0.0 and not spending.exhausted
 
 
 def test_scores_of_a_search_are_numbers_or_nothing(server, monkeypatch):

@@ -159,7 +159,7 @@ def test_an_attempt_that_calls_a_server_is_recorded_and_replayed(load, nano_toke
         if word == "replay":
             echo.server.call = None  # nobody is asked
         attempts.append(play(nano_tokenizer, script, envs=[echoing(echo)])[0])
-        assert not spending.broken
+        assert not spending.replies.missing
     ((recorded,), (replayed,)) = attempts
     assert recorded == replayed and recorded.calls == {"s_echo": 1}
     assert recorded.turns[0].results[0].content == "hi" and recorded.cost_usd > 0.25

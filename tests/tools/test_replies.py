@@ -89,7 +89,7 @@ def test_a_replay_is_the_recording_and_nothing_is_paid_for_it(server, tmp_path):
     for seed in (3, 1, 2):
         dead = expert(server, replay)
         assert ask(seed, "hi", dead, dead, dead) == recorded[seed]
-    assert replay.spent == 0 and not replay.refused and not replay.broken
+    assert replay.spent == 0 and not replay.exhausted and not replay.replies.missing
     kept = [file.read_text() for file in (tmp_path / "kept").glob("*/*/*")]
     assert len(kept) == 10 and KEY not in "".join(kept) and "Authorization" not in "".join(kept)
 
@@ -115,9 +115,11 @@ def test_what_matters_is_in_the_key_and_a_miss_names_the_request(server, tmp_pat
         other = replace(other, endpoint=Endpoint(change["endpoint"], "OPENAI_API_KEY"))
     (result,) = ask(1, text, other)
     assert result.infrastructure and result.cost_usd == 0 and len(server.bodies) == 1
-    assert money.broken.startswith(f"replay: no reply is recorded to {other.model} at http://")
-    assert f"{text!r}" in money.broken and str(tmp_path) in money.broken
-    assert "\n" not in money.broken and KEY not in money.broken
+    assert money.replies.missing.startswith(
+        f"replay: no reply is recorded to {other.model} at http://"
+    )
+    assert f"{text!r}" in money.replies.missing and str(tmp_path) in money.replies.missing
+    assert "\n" not in money.replies.missing and KEY not in money.replies.missing
     # What it costs, how long it may take and what the policy calls it are not.
     same = expert(server, spending(f"replay:{tmp_path}"), price=Price(9, 9), note="n")
     (known,) = ask(1, "hi", replace(same, endpoint=replace(same.endpoint, timeout_s=1.0)))
@@ -177,7 +179,7 @@ def test_a_whole_attempt_is_replayed_with_its_user_limits_and_tools(
     def attempts(money):
         tools = [
             ExpertTool("expert", "d", {"expert": expert(server, money)}),
-            PythonTool("python", "d", sandbox, usd_per_second=0.01, spending=money),
+            PythonTool("python", "d", sandbox, usd_per_second=0.01, replies=money.replies),
         ]
         code = call("import time; print(time.time())", "python").replace('"text"', '"code"')
         asks = call("what?", "expert").replace('"text"', '"task"')
@@ -227,7 +229,7 @@ def test_all_attempts_of_a_recording_have_the_same_page_of_the_web(server, tmp_p
     assert len(kept) == 2 and KEY not in "".join(kept), "a request, and its reply"
     missing = web("replay")
     assert missing.call({"query": "z"}).infrastructure
-    assert "/search: 'z'" in missing.spending.broken
+    assert "/search: 'z'" in missing.spending.replies.missing
 
 
 RECORDER = """
@@ -268,7 +270,7 @@ def test_processes_record_in_one_directory_and_a_killed_one_leaves_nothing_half(
         seed, *said_words = line.split()
         answers = [result.content for result in ask(int(seed), "hi", dead, dead)]
         assert " ".join(answers) == " ".join(said_words)
-    assert not dead.spending.broken and len(server.bodies) == asked
+    assert not dead.spending.replies.missing and len(server.bodies) == asked
 
 
 def test_a_kill_between_any_two_writes_leaves_a_store_that_replays_or_asks(
@@ -306,7 +308,7 @@ def test_threads_that_ask_the_same_at_once_pay_once(server, tmp_path):
         thread.join()
     assert len(server.bodies) == 1 and money.spent == pytest.approx(20e-6)
     assert not money.replies._asking
-    assert isinstance(money.replies, ReplyStore) and replies_module.REQUESTS.get() is None
+    assert isinstance(money.replies, ReplyStore) and replies_module.NUMBERING.get() is None
 
 
 def test_a_full_disk_is_the_infrastructures_fault_and_the_reply_is_billed(

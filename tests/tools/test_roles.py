@@ -20,7 +20,7 @@ from nanorchestra.tools.spending import Spending
 class Scripted(Expert):
     text, usd = "", 0.25
 
-    def _ask(self, text, name):
+    def ask(self, text, name):
         return ToolResult(Scripted.text, Scripted.usd)
 
 

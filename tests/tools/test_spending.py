@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
+from openai_server import openai_server, said
 
 from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import UserError
-from nanorchestra.records import Trajectory
-from nanorchestra.tools.replies import Reply
-from nanorchestra.tools.spending import Spending
+from nanorchestra.records import Price, Trajectory
+from nanorchestra.tools.http import Reply
+from nanorchestra.tools.models import Endpoint, Expert
+from nanorchestra.tools.spending import Charge, Spending
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.rollout import play_on_ranks
 
@@ -52,12 +56,12 @@ def test_no_run_spends_more_than_its_limit_over_ranks_kills_and_resumes(tmp_path
 
 def test_the_bill_names_who_was_paid_and_outlives_the_process(tmp_path):
     (spending,) = opened(tmp_path, 1, 1.0)
-    spending.pay(Reply, 0.5, lambda reply: 0.2, "gpt-5")
-    spending.pay(Reply, 0.5, lambda reply: 0.1, "judge")
+    spending.pay(Charge("gpt-5", 0.5, lambda reply: 0.2), Reply)
+    spending.pay(Charge("judge", 0.5, lambda reply: 0.1), Reply)
     with pytest.raises(RuntimeError):
-        spending.pay(lambda: (_ for _ in ()).throw(RuntimeError()), 0.5, None, "gpt-5")
+        spending.pay(Charge("gpt-5", 0.5, None), lambda: (_ for _ in ()).throw(RuntimeError()))
     with pytest.raises(EndpointError, match="more than the run has left"):
-        spending.pay(Reply, 0.8, None, "big")
+        spending.pay(Charge("big", 0.8, None), Reply)
     assert re.match("max_usd of the catalogue is 1 US dollars.*--resume", spending.problem)
     (again,) = opened(tmp_path, 1, 1.0)
     assert again.total() == pytest.approx({"gpt-5": 0.2, "judge": 0.1})
@@ -77,7 +81,7 @@ def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path)
     def run(environments, seeds):
         for _ in environments:
             with suppress(EndpointError):
-                spending.pay(Reply, 0.2, lambda reply: 0.2, "strong")
+                spending.pay(Charge("strong", 0.2, lambda reply: 0.2), Reply)
         return [Trajectory("t", seed) for seed in seeds]
 
     world = SimpleNamespace(task=lambda *place: "task", environment=lambda *start: "environment")
@@ -115,3 +119,16 @@ def test_a_reply_that_is_not_recorded_ends_the_run_on_every_rank(tmp_path):
 def test_a_run_without_a_limit_is_never_refused(tmp_path):
     (spending,) = opened(tmp_path, 1, float("inf"))
     assert spending.reserve(1e9) and Spending().reserve(1e9)
+
+
+def test_a_call_that_waits_for_its_turn_takes_no_dollars_from_those_that_are_open():
+    """Each was counted at its most while it waited, and a run ended that had spent nothing."""
+    with openai_server() as server:
+        server.answer = lambda body: time.sleep(0.05) or said("42")
+        spending = Spending(most=0.03)
+        endpoint = Endpoint(server.url, concurrency=1)
+        expert = Expert("e", endpoint, "m", Price(1, 10), spending, max_tokens=1000)
+        assert 0.01 < expert.most_usd("hi") < 0.015
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(expert.ask, ["hi"] * 8, ["e"] * 8))
+    assert [result.content for result in results] == ["42"] * 8 and not spending.exhausted

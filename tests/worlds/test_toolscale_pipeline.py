@@ -14,6 +14,7 @@ from openai_server import openai_server, said
 
 from data_gen import main
 from nanorchestra.errors import UserError
+from nanorchestra.tools.http import Reply
 from worlds.toolscale import author, pipeline
 from worlds.toolscale.blueprint import BUILT_IN, HOME
 from worlds.toolscale.dataset import load_tasks
@@ -137,7 +138,7 @@ def test_garbage_of_an_author_gets_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "BATCH", 1)
     name = BUILT_IN[0]
     for answer in (None, "", "[]", '{"domain": 5}', "[" * 5000):
-        message = {"content": answer}, {}
-        monkeypatch.setattr(author.Endpoint, "complete", lambda *_, said=message: said)
+        reply = Reply({"content": answer})
+        monkeypatch.setattr(author.Endpoint, "complete", lambda *_, said=reply: said)
         with pytest.raises(UserError, match=f"domain '{name}': 'm' at "):
             author.write_blueprint(name, tmp_path / "drafts", "http://host", "m", 0)

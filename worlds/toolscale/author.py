@@ -43,8 +43,8 @@ def write_blueprint(domain: str, directory: Path, endpoint: str, model: str, see
     server = Endpoint(endpoint, "OPENAI_API_KEY", timeout_s=180.0)
     for _ in range(ATTEMPTS):
         try:
-            message, _ = server.complete({"model": model, "messages": messages})
-            answer = message["content"]
+            body = {"model": model, "messages": messages}
+            answer = server.complete(body, server.timeout_s).required().content["content"]
             written = re.search(r"\{.*\}", answer, re.DOTALL)
             blueprint = json.loads(written[0] if written else "")
             require(blueprint["domain"] == name, f"domain must be {name!r}")
