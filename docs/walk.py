@@ -165,7 +165,7 @@ def advantage() -> Finding:
     sqrt((4 + 25 + 49) / 36 / 2) = sqrt(13 / 12).
     """
     played = ((1, 0.010, 10), (1, 0.002, 30), (0, 0.006, 20))
-    attempts = [Trajectory("", 0, outcome=o, cost_usd=c, latency_s=s) for o, c, s in played]
+    attempts = [Trajectory("", 0, outcome=o, calls_usd=c, latency_s=s) for o, c, s in played]
     R = group_rewards(attempts, Preference("", outcome=1, cost=1, latency=0.5))  # noqa: N806
     found = [a.value for a in group_advantages(R, [True] * 3, OBJECTIVES["grpo"], 0.0)]
     paper = [sixths / 6 / (13 / 12) ** 0.5 for sixths in (2, 5, -7)]

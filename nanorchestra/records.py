@@ -271,6 +271,7 @@ class Trajectory:
     status: "answered", "turn_limit", "token_limit", "time_limit" (of an agent that is not ours),
     "user_limit" (a limit of the preference), or "infrastructure" (a failure that the policy did not
     cause: the attempt leaves its group).
+    policy_usd, calls_usd: what the policy's own tokens and its calls have cost so far.
     verdict: how the answer was judged, "" if the world does not say it. trainer_logprobs: the
     trainer's log-probabilities of the sampled ids, in order, before its update, None for those that
     the loss leaves out; empty if it did not train on them.
@@ -288,13 +289,19 @@ class Trajectory:
     answer: str = ""
     well_formed: bool = True
     outcome: float = 0.0
-    cost_usd: float = 0.0
+    policy_usd: float = 0.0
+    calls_usd: float = 0.0
     latency_s: float = 0.0
     calls: dict[str, int] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
     trainer_logprobs: list[float | None] = field(default_factory=list)
     verdict: str = ""
+
+    @property
+    def cost_usd(self) -> float:
+        """US dollars so far, of the policy's own tokens and of its calls."""
+        return self.calls_usd + self.policy_usd
 
     def append_given(self, ids: list[int]) -> None:
         """Appends ids that the policy reads: a prompt, or observations."""
@@ -317,7 +324,8 @@ class Trajectory:
     ) -> None:
         """Adds calls to a turn, and bills them: their US dollars, the seconds of its slowest.
 
-        A refused call does not count as one. Its name is that of the expert behind it.
+        A refused call does not count as one. Its name is that of the expert behind it. The calls of
+        an agent that is not ours may come in several parts, of which the slowest counts once.
         """
         before = max((result.latency_s for result in turn.results), default=0.0)
         turn.calls += calls
@@ -326,7 +334,7 @@ class Trajectory:
             if not result.refused:
                 name = result.alias or call.name
                 self.calls[name] = self.calls.get(name, 0) + 1
-        self.cost_usd += sum(result.cost_usd for result in results)
+        self.calls_usd += sum(result.cost_usd for result in results)
         self.latency_s += max(result.latency_s for result in turn.results) - before
 
     @property

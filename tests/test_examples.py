@@ -23,7 +23,7 @@ TASK = Task("t", "question?", Preference("be cheap", cost=1.0), offers={"small":
 
 
 def attempts():
-    right = Trajectory("t", 0, outcome=1.0, cost_usd=0.03, latency_s=2.0, calls={"a": 2, "b": 1})
+    right = Trajectory("t", 0, outcome=1.0, calls_usd=0.03, latency_s=2.0, calls={"a": 2, "b": 1})
     return [right, Trajectory("t", 1, answer="no", calls={"a": 1})]
 
 

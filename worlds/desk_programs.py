@@ -111,7 +111,7 @@ def expected_rewards(task: Task, skills: dict[str, float], calls: int) -> np.nda
             cents, seconds = cents + offer[0], seconds + offer[1]
             ends_right = right if expert is order[-1] else right * (1 - UNSURE_IF_RIGHT)
             attempts.append(
-                Trajectory(task.id, 0, outcome=1.0, cost_usd=cents / 100, latency_s=seconds)
+                Trajectory(task.id, 0, outcome=1.0, calls_usd=cents / 100, latency_s=seconds)
             )
             chances.append(reached * ends_right)
             numbers.append(number)

@@ -324,10 +324,9 @@ def _held_out_figures(task: Task, attempt: Trajectory) -> Figures:
     A fixed router pays for no tokens, so this compares what the calls of both are worth.
     """
     calls_alone = copy(attempt)
-    calls_alone.cost_usd = calls_alone.latency_s = 0.0
+    calls_alone.policy_usd = calls_alone.latency_s = 0.0
     for turn in attempt.turns:
         if turn.results:
-            calls_alone.cost_usd += sum(result.cost_usd for result in turn.results)
             calls_alone.latency_s += max(result.latency_s for result in turn.results)
     figures = _figures(task, attempt)
     return figures | {"reward_of_calls": score(task, calls_alone).reward}
@@ -367,7 +366,8 @@ def _tallies(pairs: Pairs) -> Json:
     for task, attempt in pairs:
         for name, count in attempt.calls.items():
             calls[task.offers.get(name, "unknown")] += count
-        own_usd, own_seconds = attempt.cost_usd, attempt.latency_s
+        usd["policy"] += attempt.policy_usd
+        own_seconds = attempt.latency_s
         for turn in attempt.turns:
             made = []
             for call, result in zip(turn.calls, turn.results, strict=False):
@@ -375,7 +375,6 @@ def _tallies(pairs: Pairs) -> Json:
                     continue
                 behind = task.offers.get(result.alias or call.name, "unknown")
                 usd[behind] += result.cost_usd
-                own_usd -= result.cost_usd
                 made.append((result.latency_s, behind, min(result.waited_s, result.latency_s)))
             if made:
                 slowest_s, behind, waited_s = max(made)
@@ -383,7 +382,6 @@ def _tallies(pairs: Pairs) -> Json:
                 if waited_s:
                     seconds["waiting"] += waited_s
                 own_seconds -= slowest_s
-        usd["policy"] += own_usd
         seconds["policy"] += own_seconds
     verdicts = Counter(attempt.verdict for _, attempt in pairs if attempt.verdict)
     return {

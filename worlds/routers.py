@@ -208,7 +208,7 @@ def expected_rewards(
             calls = len(task.data["tables"]) if offer["what"] == "records" else 1
             so_far = replace(
                 so_far,
-                cost_usd=so_far.cost_usd + expected_cost(offer, task.data["difficulty"]) * calls,
+                calls_usd=so_far.calls_usd + expected_cost(offer, task.data["difficulty"]) * calls,
                 latency_s=so_far.latency_s + offer["latency"] * calls,
                 calls=so_far.calls | {offer["name"]: calls},
             )

@@ -95,8 +95,8 @@ def load_reward(name: str, task: Task) -> UserReward | None:
     reward = UserReward(name, found, source)
     tool = next(iter(task.offers), "tool")
     attempts = [
-        Trajectory(task.id, 0, answer="42", outcome=1.0, cost_usd=0.01, latency_s=5.0),
-        Trajectory(task.id, 1, answer="", cost_usd=0.02, latency_s=9.0, calls={tool: 1}),
+        Trajectory(task.id, 0, answer="42", outcome=1.0, calls_usd=0.01, latency_s=5.0),
+        Trajectory(task.id, 1, answer="", calls_usd=0.02, latency_s=9.0, calls={tool: 1}),
     ]
     reward(task, attempts, np.array([1.0, 0.0]))
     return reward

@@ -34,16 +34,11 @@ class UserLimits:
     def __post_init__(self) -> None:
         self.preference = self.env.task.preference
 
-    def own_usd(self) -> float:
-        """Returns what the policy's own tokens cost so far."""
-        sampled = sum(self.trajectory.sampled)
-        return self.price.cost(len(self.trajectory.ids) - sampled, sampled)
-
     def usd_left(self) -> float:
         """Returns the US dollars that the attempt may still spend; infinite without a limit."""
         if self.preference.usd is None:
             return math.inf
-        return self.preference.usd - self.trajectory.cost_usd - self.own_usd()
+        return self.preference.usd - self.trajectory.cost_usd
 
     def seconds_left(self) -> float:
         """Returns the seconds that the attempt may still last; infinite without a limit."""

@@ -79,7 +79,6 @@ class Attempt:
                 t.status = await self._play()
             finally:
                 self._close()
-                t.cost_usd += self.user_limits.own_usd()
             well_formed = all(turn.well_formed for turn in t.turns)
             t.well_formed = well_formed and t.status == "answered" and bool(t.answer)
             if t.status == "answered":
@@ -128,7 +127,7 @@ class Attempt:
         self.context_start = len(t.ids)
         t.prompt_length = t.prompt_length or len(prompt.ids)
         self.conversation = self.rollout.open(self, prompt)
-        t.append_given(prompt.ids)
+        self._append_given(prompt.ids)
 
     def _close(self):
         """Ends the conversation; the ids of a turn that this cuts stay in the trajectory."""
@@ -162,8 +161,13 @@ class Attempt:
         self._emit("turn", self.stream.finish())
         return completion, parsed
 
+    def _append_given(self, ids: list[int]):
+        self.trajectory.append_given(ids)
+        self.trajectory.policy_usd = self.rollout.tokens_usd(self.trajectory)
+
     def _append_sampled(self, turn: Completion):
         self.trajectory.append_sampled(turn.token_ids, turn.logprobs, turn.weight_versions)
+        self.trajectory.policy_usd = self.rollout.tokens_usd(self.trajectory)
 
     def _on_token(self, token: int, logprob: float):
         self._emit("text", self.stream.feed(token))
@@ -213,7 +217,7 @@ class Attempt:
         if len(observation.ids) > readable:
             return False
         self.conversation.append(*observation)
-        self.trajectory.append_given(observation.ids)
+        self._append_given(observation.ids)
         return True
 
 
@@ -254,6 +258,11 @@ class Rollout:
         """Opens a conversation of an attempt."""
         session = self.engine.session(prompt.ids)
         return EngineConversation(self._pump, attempt.index, session, self.price)
+
+    def tokens_usd(self, t: Trajectory) -> float:
+        """Returns the US dollars of the ids of an attempt so far."""
+        sampled = sum(t.sampled)
+        return self.price.cost(len(t.ids) - sampled, sampled)
 
     def pump(self) -> Pump:
         """Returns what steps the engine for the attempts."""

@@ -73,13 +73,13 @@ def tree(row: Json) -> str:
     endpoint or a worker, an expert's tokens and its retries.
     Calls that a call made are its branches; their cost is part of its own.
     """
-    lines, calls_usd = [_short(row["task"]["question"])], 0.0
+    lines = [_short(row["task"]["question"])]
     for count, turn in enumerate(row["turns"], 1):
         lines.append(f"turn {count}: {turn['end'] - turn['start']} tokens")
         for call, result in zip(turn["calls"], turn["results"], strict=False):
             lines += _branches(call | result, "  ")
-            calls_usd += result["cost_usd"]
-    own, whole = row["cost_usd"] - calls_usd, row["cost_usd"]
+    own, whole = row.get("policy_usd", 0.0), row["cost_usd"]
+    calls_usd = row.get("calls_usd", whole)
     spent = f"policy {dollars(own)} + calls {dollars(calls_usd)} = {dollars(whole)}"
     if not row.get("priced", True):  # by evaluate.py
         spent = f"policy without a price + calls {dollars(calls_usd)}"

@@ -245,7 +245,7 @@ class AgentAttempt(Attempt):
             ids += chat.encode_after(self.tokenizer, messages[count:])
             self._check_room(len(t.ids) - self.context_start + len(ids), len(ids))
             self.conversation.append(ids, messages[-1]["role"], [])
-            t.append_given(ids)
+            self._append_given(ids)
         else:
             thinks = body.chat_template_kwargs.get("enable_thinking")
             ids = chat.encode(self.tokenizer, messages, body.tools, thinks)

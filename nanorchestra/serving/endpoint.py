@@ -21,7 +21,7 @@ from nanorchestra.engine.sequence import Completion, OnToken
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
-from nanorchestra.records import ParsedTurn, Price, ToolCall
+from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json, bounded_json
 from nanorchestra.tools.http import Reply
 from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
@@ -61,6 +61,10 @@ class EndpointRollout(Rollout):
         super().__init__(None, tokenizer, params, settings, Price(0.0, 0.0), seconds_per_token=0.0)
         self.server = Endpoint(url, "OPENAI_API_KEY")
         self.endpoint_price, self.spending = price, spending
+
+    def tokens_usd(self, t: Trajectory) -> float:
+        """Returns the US dollars so far: each request adds its own, as the server counts."""
+        return t.policy_usd
 
     def open(self, attempt: Attempt, prompt: Prompt) -> EndpointConversation:
         """Opens a conversation that begins with the messages of a prompt."""
@@ -118,7 +122,7 @@ class EndpointConversation:
         ask = rollout.server.ask
         reply = await in_thread(ask, body, rollout.spending, charge, seconds)
         t = self.attempt.trajectory
-        t.cost_usd += charge.price_of(reply)
+        t.policy_usd += charge.price_of(reply)
         t.latency_s += reply.seconds
         read_tokens, written = reply.tokens
         self.attempt.counted.update(read=read_tokens, written=written)

@@ -13,8 +13,12 @@ from nanorchestra.schemas import Json
 
 def to_row(task: Task, trajectory: Trajectory) -> Json:
     """Returns the task and the trajectory as one JSON object, which shares the lists of ids."""
-    turns = list(map(dataclasses.asdict, trajectory.turns))
-    return vars(trajectory) | {"turns": turns, "task": dataclasses.asdict(task)}
+    more = {
+        "turns": list(map(dataclasses.asdict, trajectory.turns)),
+        "task": dataclasses.asdict(task),
+        "cost_usd": trajectory.cost_usd,
+    }
+    return vars(trajectory) | more
 
 
 def from_row(row: Json) -> tuple[Task, Trajectory]:
@@ -23,6 +27,7 @@ def from_row(row: Json) -> tuple[Task, Trajectory]:
         "preference": Preference(**row["task"]["preference"]),
         "bounds": Bounds(**row["task"]["bounds"]),
     }
+    row = {"policy_usd": 0.0, "calls_usd": row["cost_usd"]} | row  # one that knows only the sum
     values = {field.name: row[field.name] for field in dataclasses.fields(Trajectory)}
     values["turns"] = []
     for turn in row["turns"]:

@@ -32,7 +32,7 @@ def make_task(number=0, preference=PREFERENCE, kind="sums"):
 
 
 def make_attempt(task, outcome=1.0, cost_usd=1.0, latency_s=10.0, **fields):
-    attempt = Trajectory(task.id, 0, outcome=outcome, cost_usd=cost_usd, **fields)
+    attempt = Trajectory(task.id, 0, outcome=outcome, calls_usd=cost_usd, **fields)
     attempt.latency_s = latency_s
     return score(task, attempt)
 
@@ -55,7 +55,7 @@ def test_the_reward_of_calls_leaves_out_what_the_policy_itself_costs():
     task = make_task()
     turns = [Turn(0, 1, "stop", results=[ToolResult("a", 1.0, 10.0), ToolResult("b", 2.0, 30.0)])]
     turns += [Turn(1, 2, "stop", results=[ToolResult("c", 1.0, 5.0)]), Turn(2, 3, "stop")]
-    attempt = make_attempt(task, cost_usd=9.0, latency_s=90.0, turns=turns)
+    attempt = make_attempt(task, cost_usd=4.0, policy_usd=5.0, latency_s=90.0, turns=turns)
     means = summarise([task], [attempt])
     assert means["reward"] == pytest.approx(0.2 + 0.4 * 0.1 + 0.4 * 0.1)
     assert means["reward_of_calls"] == pytest.approx(0.2 + 0.4 * 0.6 + 0.4 * 0.65)
@@ -107,9 +107,10 @@ def test_summaries_split_by_preference_and_kind_and_count_what_is_behind_a_name(
         ToolResult("", 0.25, 8.0, waited_s=3.0),
         ToolResult("", error=True, refused=True),
     ]
-    used = make_attempt(cheap, 0.0, turns=[Turn(0, 1, "stop", calls, results)], verdict="judged")
+    turns = [Turn(0, 1, "stop", calls, results)]
+    used = make_attempt(cheap, 0.0, 0.75, policy_usd=0.25, turns=turns, verdict="judged")
     used.calls = {"a": 1, "bad": 1}
-    summary = summarise([cheap, right], [used, make_attempt(right)])
+    summary = summarise([cheap, right], [used, make_attempt(right, cost_usd=0.0, policy_usd=1.0)])
     assert {name: means["accuracy"] for name, means in summary["by_preference"].items()} == {
         "cheap": 0.0,
         "right": 1.0,

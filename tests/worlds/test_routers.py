@@ -90,8 +90,8 @@ def test_the_expected_reward_of_a_plan_is_the_mean_over_many_attempts(open_minia
     first, second = (skill(o["what"], task.data["subject"], task.data["difficulty"]) for o in plan)
     paid = [expected_cost(offer, task.data["difficulty"]) for offer in plan]
     waited = [float(offer["latency"]) for offer in plan]
-    once = Trajectory(task.id, 0, outcome=1.0, cost_usd=paid[0], latency_s=waited[0])
-    twice = replace(once, cost_usd=sum(paid), latency_s=sum(waited))
+    once = Trajectory(task.id, 0, outcome=1.0, calls_usd=paid[0], latency_s=waited[0])
+    twice = replace(once, calls_usd=sum(paid), latency_s=sum(waited))
     unsure = first.right * first.unsure_if_right + (1 - first.right) * first.unsure_if_wrong
     by_hand = first.right * (1 - first.unsure_if_right) * score(task, once).reward
     by_hand += unsure * second.right * score(task, twice).reward
