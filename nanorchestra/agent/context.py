@@ -7,7 +7,6 @@ docs/differences.md lists what differs. No torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from nanorchestra.agent.environment import ANSWER, Environment
@@ -91,7 +90,7 @@ class GrowingContext:
     def observe(
         self, turn: Turn, message: str, results: Sequence[ToolResult], room: float
     ) -> Observation:
-        """Returns results or reply, in `turn` too; the longest are shortened first."""
+        """Returns the results of calls, or a reply; the longest are shortened first."""
         role = "tool" if turn.calls else "user"
         whole = [result.content for result in results]
         contents, chars = list(whole), [len(content) for content in whole]
@@ -103,9 +102,6 @@ class GrowingContext:
                 break
             contents[longest] = shortened(whole[longest], RESULT_WORDS, chars[longest])
             ids = chat.encode_reply(self.tokenizer, role, contents)
-        if turn.calls:
-            pairs = zip(results, contents, strict=True)
-            turn.results = [replace(result, content=content) for result, content in pairs]
         return Observation(ids, role, contents)
 
 

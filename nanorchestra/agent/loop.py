@@ -209,11 +209,16 @@ class Attempt:
         for call, result in zip(turn.calls, results, strict=False):  # a reply has no call
             self.env.evidence.add(call, result)
         left, readable = self._room(), self.user_limits.readable()
+        # The next turn keeps its tokens, or half of the context if that is fewer; and half of the
+        # dollars, which are infinite without a limit.
         next_turn = min(self.settings.turn_tokens, left // 2)
         room = min(left - next_turn, readable / 2)
         observation = self.context.observe(turn, message, results, room)
         if observation is None:
             return True
+        if turn.calls:
+            read = zip(results, observation.contents, strict=True)
+            turn.results = [replace(result, content=content) for result, content in read]
         if len(observation.ids) > readable:
             return False
         self.conversation.append(*observation)
