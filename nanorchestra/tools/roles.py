@@ -48,6 +48,7 @@ class RoleTool(Tool):
     `helpers` are the tools for what the expert writes: searches, of which the first that finds a
     document counts, or an interpreter. A role other than `answer` has at least one.
     `given` are the parameters of a published file; without them the experts describe themselves.
+    `text` is what the expert of a prepared call reads: the same that its price was bounded for.
     """
 
     name: str
@@ -57,6 +58,7 @@ class RoleTool(Tool):
     given: Json | None = None
     evidence: Evidence | None = None
     result_words: int = RESULT_WORDS
+    text: str | None = None
     blocking = True
 
     @property
@@ -106,9 +108,9 @@ class RoleTool(Tool):
         helpers = [helper for helper, ban in zip(self.helpers, bans, strict=True) if not ban]
         if bans and not helpers:
             raise RefusedError(f"the user forbids {bans[0]}, which {self.name} uses")
-        helped = replace(self, helpers=helpers)
-        expert = self.experts[alias]
-        expert = expert.smaller(self.prompt(expert), allowance.minus(helped.helping_usd()))
+        text = self.prompt(self.experts[alias])
+        helped = replace(self, helpers=helpers, text=text)
+        expert = self.experts[alias].smaller(text, allowance.minus(helped.helping_usd()))
         return replace(helped, experts=self.experts | {alias: expert})
 
     def helping_usd(self) -> float:
@@ -166,6 +168,8 @@ class RoleTool(Tool):
 
     def prompt(self, expert: Expert) -> str:
         """Returns what the expert reads: evidence in its budget, the problem, and what to do."""
+        if self.text is not None:
+            return self.text
         evidence, ask = self.evidence, ROLES[self.name][1]
         ask = BOXED if ask == TAGS and expert.boxed else ask
         room = expert.context_tokens - evidence.count(evidence.problem)
