@@ -45,7 +45,8 @@ from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
-from nanorchestra.tools.models import SERVED, TIMEOUT_S
+from nanorchestra.tools.endpoint import TIMEOUT_S
+from nanorchestra.tools.models import SERVED
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending

@@ -44,18 +44,12 @@ from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import RESULT_WORDS, Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, schema_fault
 from nanorchestra.tools.corpus import build_index, open_index
+from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.entries import KINDS, Address, EndpointEntry, ExpertEntry, File
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import NoReplyError
 from nanorchestra.tools.index import Index, RemoteIndex
-from nanorchestra.tools.models import (
-    SERVED,
-    Endpoint,
-    Expert,
-    ExpertTool,
-    ServedOrchestrator,
-    tell_once,
-)
+from nanorchestra.tools.models import SERVED, Expert, ExpertTool, ServedOrchestrator, tell_once
 from nanorchestra.tools.replies import UNRECORDED, Replies
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox

@@ -12,8 +12,9 @@ from dataclasses import dataclass, fields, replace
 from nanorchestra.agent.tool import Tool
 from nanorchestra.records import Price, Task, ToolResult, banned
 from nanorchestra.schemas import Json, arguments_schema
+from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.http import count_tokens
-from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
+from nanorchestra.tools.models import Expert, ExpertTool
 from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.spending import Spending

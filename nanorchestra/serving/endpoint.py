@@ -23,8 +23,9 @@ from nanorchestra.model import chat
 from nanorchestra.model.parser import THINK, THINK_END
 from nanorchestra.records import ParsedTurn, Price, ToolCall, Trajectory
 from nanorchestra.schemas import Json, bounded_json
+from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.http import Reply
-from nanorchestra.tools.models import TEMPLATE_TOKENS, Endpoint, most_tokens
+from nanorchestra.tools.models import TEMPLATE_TOKENS, most_tokens
 from nanorchestra.tools.spending import Charge, Spending
 
 

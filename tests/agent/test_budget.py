@@ -29,8 +29,9 @@ from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.records import Price, Task, banned
 from nanorchestra.serving.endpoint import EndpointRollout
 from nanorchestra.serving.http import Server
+from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.http import Reply
-from nanorchestra.tools.models import Endpoint, Expert, ExpertTool, ServedOrchestrator
+from nanorchestra.tools.models import Expert, ExpertTool, ServedOrchestrator
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.spending import Spending
 from tools import PythonTool, RecordsTool

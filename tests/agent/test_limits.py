@@ -14,7 +14,8 @@ from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.numbering import in_attempt
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, Price, ToolCall, ToolResult, Trajectory
-from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
+from nanorchestra.tools.endpoint import Endpoint
+from nanorchestra.tools.models import Expert, ExpertTool
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.spending import Spending
 

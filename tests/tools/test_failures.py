@@ -34,9 +34,10 @@ from nanorchestra.settings import load_config
 from nanorchestra.tools import functions, http
 from nanorchestra.tools import index as index_module
 from nanorchestra.tools import spending as spending_module
+from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.functions import FunctionTool
 from nanorchestra.tools.index import Index, Passage
-from nanorchestra.tools.models import Endpoint, Expert
+from nanorchestra.tools.models import Expert
 from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending

@@ -18,7 +18,8 @@ from openai_server import openai_server, said
 from nanorchestra.records import Price
 from nanorchestra.schemas import bounded_json
 from nanorchestra.tools import http
-from nanorchestra.tools.models import Endpoint, Expert, most_tokens
+from nanorchestra.tools.endpoint import Endpoint
+from nanorchestra.tools.models import Expert, most_tokens
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Charge, Spending
 

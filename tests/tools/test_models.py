@@ -10,7 +10,8 @@ from openai_server import openai_server, said
 
 from nanorchestra.records import Price
 from nanorchestra.tools import http, models
-from nanorchestra.tools.models import Endpoint, Expert
+from nanorchestra.tools.endpoint import Endpoint
+from nanorchestra.tools.models import Expert
 from nanorchestra.tools.spending import Spending
 
 KEY = "sk-secret/key"

@@ -24,7 +24,8 @@ from nanorchestra.agent.numbering import RequestCounts, in_attempt
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, Price, Task, ToolCall, Trajectory
 from nanorchestra.tools import replies as replies_module
-from nanorchestra.tools.models import Endpoint, Expert, ExpertTool
+from nanorchestra.tools.endpoint import Endpoint
+from nanorchestra.tools.models import Expert, ExpertTool
 from nanorchestra.tools.replies import ReplyStore, store_of
 from nanorchestra.tools.search import WebSearch
 from nanorchestra.tools.spending import Spending
@@ -235,7 +236,8 @@ def test_all_attempts_of_a_recording_have_the_same_page_of_the_web(server, tmp_p
 RECORDER = """
 import sys
 from nanorchestra.records import Price
-from nanorchestra.tools.models import Endpoint, Expert
+from nanorchestra.tools.endpoint import Endpoint
+from nanorchestra.tools.models import Expert
 from nanorchestra.agent.numbering import in_attempt
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.spending import Spending

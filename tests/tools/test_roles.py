@@ -12,7 +12,8 @@ from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.threads import in_thread
 from nanorchestra.agent.tool import Tool
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.tools.models import Endpoint, Expert
+from nanorchestra.tools.endpoint import Endpoint
+from nanorchestra.tools.models import Expert
 from nanorchestra.tools.roles import RoleTool, final_answer
 from nanorchestra.tools.spending import Spending
 

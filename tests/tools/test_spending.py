@@ -15,8 +15,9 @@ from openai_server import openai_server, said
 from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import UserError
 from nanorchestra.records import Price, Trajectory
+from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.http import Reply
-from nanorchestra.tools.models import Endpoint, Expert
+from nanorchestra.tools.models import Expert
 from nanorchestra.tools.spending import Charge, Spending
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.rollout import play_on_ranks

@@ -28,7 +28,7 @@ from nanorchestra.model.checkpoint import named_hf_tensors, save_checkpoint
 from nanorchestra.model.lora import adapters, add_adapters, reset, save_adapter
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import fill, whole
-from nanorchestra.tools.models import Endpoint
+from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.training import distributed as module
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.distributed import Ranks, shard_model

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import UserError, require
-from nanorchestra.tools.models import Endpoint
+from nanorchestra.tools.endpoint import Endpoint
 from worlds.toolscale.blueprint import build, load_blueprint
 from worlds.toolscale.domain import write_json
 from worlds.toolscale.pipeline import make_batch

@@ -1,0 +1,182 @@
+"""An OpenAI-compatible server, and the way of a chat to it: a recorded reply, or one that is paid.
+
+A request waits for its place among the open calls, then its dollars are reserved, then it is sent.
+No torch.
+"""
+
+import json
+import math
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from nanorchestra.agent.threads import abandoned
+from nanorchestra.schemas import Json
+from nanorchestra.tools.http import MOST_REQUESTS, Reply, count_tokens, post, secret
+from nanorchestra.tools.spending import Charge, Spending
+
+TIMEOUT_S = 600.0  # of a call
+LEAST_S = 0.02  # that a request has left; with fewer it is not sent
+
+
+class Function(TypedDict):
+    """The function of a call; its arguments are whatever the model writes."""
+
+    name: str
+
+
+class Call(TypedDict):
+    """A call of a tool."""
+
+    function: Function
+
+
+class Message(TypedDict, total=False):
+    """An assistant's message, with content in any form."""
+
+    reasoning: str | None
+    reasoning_content: str | None
+    refusal: str | None
+    tool_calls: list[Call] | None
+
+
+class Choice(TypedDict):
+    """One answer to a request."""
+
+    message: Message
+
+
+class ChatReply(TypedDict):
+    """What must be right in an OpenAI chat completion; there is more, which may be wrong."""
+
+    choices: Annotated[list[Choice], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An OpenAI-compatible server; `key_variable` "" if it needs no key.
+
+    `headers` are sent with each request: the name of a header, and "$NAME" for the value of that
+    environment variable. `concurrency` calls are open at a time, and others wait; a call takes
+    `timeout_s` seconds at most, its wait included, and makes `most_requests` at most, where one
+    fails for a while. A copy with other settings shares the open calls.
+    """
+
+    base_url: str
+    key_variable: str = ""
+    timeout_s: float = TIMEOUT_S
+    concurrency: int = 16
+    most_requests: int = MOST_REQUESTS
+    headers: dict[str, str] = field(default_factory=dict, hash=False)
+    free: threading.Semaphore | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def header_variables(self) -> dict[str, str]:
+        """The environment variable of each header."""
+        return {name: value.removeprefix("$") for name, value in self.headers.items()}
+
+    def unset(self) -> list[str]:
+        """Returns the environment variables of key and headers that are not set."""
+        variables = filter(None, [self.key_variable, *self.header_variables.values()])
+        return [variable for variable in variables if not secret(variable)]
+
+    def __post_init__(self) -> None:
+        if self.free is None:
+            object.__setattr__(self, "free", threading.Semaphore(self.concurrency))
+
+    def ask(
+        self, body: Json, spending: Spending, charge: Charge, seconds: float = math.inf
+    ) -> Reply:
+        """Returns the reply to a chat: a recorded one, or one that is asked for and paid.
+
+        `body` is the request's JSON (model, messages, ...). The content of the reply is as
+        `complete` returns it. `seconds`: after which the user gives the call up, if these are fewer
+        than `timeout_s`. UserError if the reply cannot be recorded.
+        """
+        request = {"url": self.base_url.rstrip("/"), "body": body}
+        paid = partial(self._paid, body, spending, charge, seconds)
+        return spending.replies.get(request, paid, min(self.timeout_s, seconds))
+
+    def _paid(self, body, spending, charge, seconds) -> Reply:
+        """Waits until the endpoint is free, then reserves the dollars, asks, and pays.
+
+        A call that was given up while it waited is not sent. EndpointError if the run has too few
+        dollars left.
+        """
+        start = time.monotonic()
+        timeout_s = min(self.timeout_s, seconds)
+        by_user = seconds < self.timeout_s
+        is_free = self.free.acquire(timeout=timeout_s)
+        try:
+            waited = min(time.monotonic() - start, timeout_s)
+            if abandoned() or timeout_s - waited < LEAST_S:
+                problem = f"calls open: {self.concurrency}, and none ended in {timeout_s:g} s"
+                return Reply(problem=problem, seconds=waited, waited=waited, given_up=by_user)
+            reply = spending.pay(charge, partial(self.complete, body, timeout_s - waited))
+        finally:
+            if is_free:
+                self.free.release()
+        total = waited + reply.seconds
+        late = bool(reply.problem) and total >= timeout_s
+        return replace(
+            reply, seconds=total, waited=waited + reply.waited, given_up=late and by_user
+        )
+
+    def complete(self, body: Json, timeout_s: float) -> Reply:
+        """Returns an assistant's message as content, with its `finish_reason`.
+
+        `cost_usd` is there if an orchestrator says what all that it called has cost. Content in
+        parts is joined to text. Tokens are estimated where the reply does not state them.
+        """
+        reply = post(
+            f"{self.base_url.rstrip('/')}/chat/completions",
+            body,
+            ChatReply,
+            self.key_variable,
+            timeout_s,
+            self.header_variables,
+            self.most_requests,
+        )
+        if reply.problem:
+            return reply
+        choice, usage = reply.content["choices"][0], reply.content.get("usage")
+        usage = usage if isinstance(usage, dict) else {}
+        tokens = (
+            _tokens(usage.get("prompt_tokens"), [body.get("messages"), body.get("tools")]),
+            _tokens(usage.get("completion_tokens"), choice["message"]),
+        )
+        message = choice["message"] | {
+            "content": _text(choice["message"].get("content")),
+            "finish_reason": choice.get("finish_reason"),
+        }
+        if (usd := _stated_usd(reply.content)) is not None:
+            message["cost_usd"] = usd
+        return replace(reply, content=message, tokens=tokens)
+
+
+def _stated_usd(reply) -> float | None:
+    """Returns what a reply of an orchestrator says that it has cost; None if it says no number."""
+    report = reply.get("nanorchestra")
+    usd = report.get("cost_usd") if isinstance(report, dict) else None
+    is_number = isinstance(usd, int | float) and not isinstance(usd, bool)
+    return usd if is_number and usd >= 0 else None
+
+
+def _tokens(stated, part) -> int:
+    """Returns the stated tokens of a part of a request or reply, estimated if that is no number."""
+    known = isinstance(stated, int) and not isinstance(stated, bool) and stated > 0
+    return stated if known else count_tokens(json.dumps(part, ensure_ascii=False))
+
+
+def _text(content) -> str:
+    """Returns content as text: a string, null, a number, or a list of parts."""
+    if isinstance(content, list):
+        return "".join(map(_text, content))
+    if isinstance(content, dict):
+        content = content.get("text")
+    return "" if content is None else str(content)
