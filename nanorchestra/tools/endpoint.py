@@ -113,10 +113,10 @@ class Endpoint:
         by_user = seconds < self.timeout_s
         is_free = self.free.acquire(timeout=timeout_s)
         try:
-            waited = min(time.monotonic() - start, timeout_s)
-            if abandoned() or timeout_s - waited < LEAST_S:
+            waited = time.monotonic() - start
+            if not is_free or abandoned() or timeout_s - waited < LEAST_S:
                 problem = f"calls open: {self.concurrency}, and none ended in {timeout_s:g} s"
-                return Reply(problem=problem, seconds=waited, waited=waited, given_up=by_user)
+                return Reply(problem=problem, seconds=timeout_s, waited=timeout_s, given_up=by_user)
             reply = spending.pay(charge, partial(self.complete, body, timeout_s - waited))
         finally:
             if is_free:
