@@ -158,7 +158,7 @@ class LookupTool(Tool):
             )
         except Exception as error:  # a device, a file: the query is text, whatever it says
             seconds = time.monotonic() - start
-            return failed(self.name, error, seconds, infrastructure=True)
+            return failed(self.name, error, infrastructure=True, seconds=seconds)
         seconds = time.monotonic() - start if self.latency_s is None else self.latency_s
         passages = [f"{hit.text} [{hit.source}]" if hit.source else hit.text for hit in hits]
         text = "\n".join(passages) or "nothing found"

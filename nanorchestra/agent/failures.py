@@ -65,14 +65,9 @@ def is_infrastructure(error: BaseException) -> bool:
 
 
 def failed(
-    name: str, error: BaseException, seconds: float = 0.0, infrastructure: bool | None = None
+    name: str, error: BaseException, infrastructure: bool, seconds: float = 0.0
 ) -> ToolResult:
-    """Returns the observation of a call of the tool `name` that has raised after `seconds`.
-
-    infrastructure None: `is_infrastructure` says it.
-    """
-    if infrastructure is None:
-        infrastructure = is_infrastructure(error)
+    """Returns the observation of a call of the tool `name` that has raised after `seconds`."""
     problem = f"Error: {name} failed: {type(error).__name__}: {error}"
     return ToolResult(problem, latency_s=seconds, error=True, infrastructure=infrastructure)
 

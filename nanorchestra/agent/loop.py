@@ -189,7 +189,7 @@ class Attempt:
                 t.answer = parsed.content
             if reply and reply.infrastructure:
                 turn.results = [reply]
-            return reply and [reply]
+            return None if reply is None else [reply]
         calls = self.context.chosen(parsed.calls)
         results = await self.user_limits.execute(calls, self.settings.calls_per_turn)
         t.add_calls(turn, calls, results)

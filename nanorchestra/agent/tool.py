@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 
 from nanorchestra.agent.evidence import Evidence
-from nanorchestra.agent.failures import failed
+from nanorchestra.agent.failures import failed, is_infrastructure
 from nanorchestra.agent.threads import in_thread
 from nanorchestra.records import RESULT_WORDS, ToolCall, ToolResult, banned
 from nanorchestra.schemas import Json, argument_error
@@ -184,7 +184,7 @@ def observed(name: str, call: Callable[[], ToolResult], words: int = RESULT_WORD
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and isinstance(error, KeyboardInterrupt):
             raise
-        return failed(name, error)
+        return failed(name, error, is_infrastructure(error))
 
 
 def refused(problem: str) -> ToolResult:

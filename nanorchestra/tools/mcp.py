@@ -89,7 +89,7 @@ class McpTool(Tool):
             text, error = self.server.call(self.remote, arguments, self.timeout_s)
         except Exception as problem:
             seconds = time.monotonic() - start
-            return failed(self.name, problem, seconds, infrastructure=True)
+            return failed(self.name, problem, infrastructure=True, seconds=seconds)
         seconds = time.monotonic() - start if self.latency_s is None else self.latency_s
         text = masked(text, self.server.secrets(), SECRET_CHARS)
         text = f"Error: {self.name}: {text}" if error else text

@@ -111,7 +111,7 @@ class Expert:
         try:
             reply = self.endpoint.ask(self._body(text), self.spending, charge, self.seconds)
         except UserError as error:
-            return failed(name, error)
+            return failed(name, error, infrastructure=True)
         if reply.problem:
             problem, answer = f"did not answer: {reply.problem}", ""
         else:  # an answer that is empty or refused is the model's own
