@@ -53,6 +53,7 @@ from nanorchestra.units import dollars, mean_and_ends, percent
 from worlds import metrics
 from worlds.load import note_on_tools, open_world
 from worlds.policies import ROUTERS, RUNS, Policy, parse
+from worlds.recorded_programs import CHANCE
 from worlds.routers import routers_of
 from worlds.user_reward import UserReward, load_reward
 
@@ -159,6 +160,8 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
     try:
         for number, (world_name, policy) in enumerate(sides):
             player = routers[world_name].get(policy.base)  # a model is loaded when needed
+            if policy.base == CHANCE:
+                player.programs.follow(played.get(world_name, {}).get(policies[0].text))
             starts = range(0, len(tasks[world_name]), options.parallel)
             blocks = [(trial, start) for trial in range(options.trials) for start in starts]
             bar.set_description(policy.text[-MOST_LABEL:])
@@ -297,7 +300,7 @@ def tell_missing_routers(policies: list[Policy], routers: dict[str, dict]) -> No
 def open_run(options: Namespace, policies: list[Policy]) -> Run:
     """Makes the directory, or opens it to go on. UserError if it holds another evaluation."""
     names = options.tools.split(",")
-    names += [world.removeprefix("questions:") for world in options.world]
+    names += [re.sub("^(questions|recorded):", "", world) for world in options.world]
     names.append(options.reward.rpartition(":")[0])
     names += [policy.base for policy in policies]
     digests = []

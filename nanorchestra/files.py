@@ -1,5 +1,6 @@
 """Reads files with messages for the user, and writes them whole or not at all."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -42,9 +43,11 @@ def merge(old: Any, new: Any) -> Any:
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
     """Yields (line number, value) of a JSON Lines file, without its blank lines.
 
-    A file of any size is read line by line. UserError names it, and the line that is not JSON.
+    A file of any size is read line by line, one that ends in .gz is unpacked. UserError names it,
+    and the line that is not JSON.
     """
-    with _reading(path), open(path, encoding="utf-8", newline="\n") as lines:
+    opened = gzip.open if Path(path).suffix == ".gz" else open
+    with _reading(path), opened(path, "rt", encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:

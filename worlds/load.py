@@ -14,7 +14,7 @@ from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from tools import load_tools
-from worlds import agent_tasks, preferences, questions
+from worlds import agent_tasks, preferences, questions, recorded
 from worlds.desk import Desk
 from worlds.miniature.world import Miniature
 from worlds.mixture import Mixture
@@ -108,13 +108,13 @@ def _open(name, settings, seed, sandbox, spending) -> World:
         spoiled = settings.spoiled
         require(spoiled <= 1, f"task.spoiled is {spoiled}; it must be a share from 0 to 1")
         return small_world(seed, name, chosen, spoiled)
-    asks = name.startswith(questions.PREFIX)
+    asks = name.startswith((questions.PREFIX, recorded.PREFIX))
     is_there = not name.endswith((".py", ".jsonl")) or asks or Path(name).exists()
     require(is_there, f"task.world: {name}: no such file")
     require(
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {Miniature.name}, "
-        f"{Desk.name}, domains, domains:NAME+NAME, {questions.PREFIX}FILE, "
+        f"{Desk.name}, domains, domains:NAME+NAME, {questions.PREFIX}FILE, {recorded.PREFIX}FILE, "
         f"{agent_tasks.PREFIX}FILE.py:FUNCTION, a directory of data_gen.py, a "
         ".jsonl file of ToolScale's rows, or a .py file with an environment of your own",
     )
@@ -134,6 +134,8 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     user = _paid_as("user", experts.get(settings.user))
     judge = _paid_as("judge", experts.get(settings.judge))
     offered = [tool for tool in tools if tool.name not in named]
+    if name.startswith(recorded.PREFIX):
+        return recorded.load_world(name, seed, settings, offered)
     if asks:
         return questions.load_world(name, seed, settings, offered, judge)
     models = None

@@ -46,6 +46,8 @@ from worlds.miniature.offers import (
     skill,
 )
 from worlds.miniature.tables import SPECIALISTS
+from worlds.recorded import RecordedWorld
+from worlds.recorded_programs import Baselines, Programs
 from worlds.skill_table import UNKNOWN, estimated_skill, skill_table
 from worlds.toolscale.dataset import DomainWorld
 from worlds.toolscale.environment import EXPERT, DomainEnvironment
@@ -63,11 +65,16 @@ TURNS = 40  # of a conversation at most
 STRENGTHS = ("small", *SPECIALISTS.values(), "medium", "large")  # from the weakest, by their names
 
 
-def routers_of(world: World) -> dict[str, Router]:
+def routers_of(world: World) -> dict[str, Router | ProgramRouter]:
     """Returns the routers of a world by name; if a domain offers no expert, the controls.
+
+    Those of recorded answers are their baselines.
 
     A mixture has those that its worlds share, and plays each task as the task's world does.
     """
+    if isinstance(world, RecordedWorld):
+        programs = Baselines(world).programs()
+        return {name: ProgramRouter(each) for name, each in programs.items()}
     tasks = [world.task("held_out", index) for index in range(SEEN)]
     if world.name == MINIATURE:
         names = list(TOOL_ORDERS)
@@ -82,6 +89,20 @@ def routers_of(world: World) -> dict[str, Router]:
     else:
         names = [name for name in EXPERT_ORDERS if name in TOOL_ORDERS]
     return {name: Router(name) for name in names}
+
+
+@dataclass(frozen=True)
+class ProgramRouter:
+    """Plays attempts by a program for each task, in a world of recorded answers."""
+
+    programs: Programs
+
+    def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
+        """Returns one attempt in each environment."""
+        attempts = []
+        for env, seed in zip(environments, seeds, strict=True):
+            attempts.append(play_program(self.programs(env.task), env, seed))
+        return attempts
 
 
 @dataclass(frozen=True)
