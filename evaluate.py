@@ -7,6 +7,7 @@
         --judge judge --policy gpt-5@https://api.openai.com/v1 --max-usd 20
     python evaluate.py --world tau2:retail --trials 4 --policy PATH --user gpt-4.1-2025-04-14
     python evaluate.py compare runs/A runs/B        two evaluations of the same tasks
+    python evaluate.py --record log.jsonl --world questions:FILE --tools FILE --experts real
 
 An evaluation is a directory runs/NAME: config.toml, the attempts as JSON Lines, summary.json,
 report.html. The same command continues one that was stopped. docs/evaluate.md has more.
@@ -53,6 +54,8 @@ from nanorchestra.units import dollars, mean_and_ends, percent
 from worlds import metrics
 from worlds.load import note_on_tools, open_world
 from worlds.policies import ROUTERS, RUNS, Policy, parse
+from worlds.questions import QuestionWorld
+from worlds.recorded import record
 from worlds.recorded_programs import CHANCE
 from worlds.routers import routers_of
 from worlds.user_reward import UserReward, load_reward
@@ -64,6 +67,7 @@ OURS = (
     "preference",
     "experts",
     "reward",
+    "record",
     "max_usd",
 )  # options that it does not know
 TRIAL = 7919  # between the seeds of two trials
@@ -71,7 +75,7 @@ TASK = 1_000_003  # between the seeds of two evaluations' attempts
 KINDS_OF = 2  # policies of which what is right is told by kind of task; summary.json has all
 MOST_LABEL = 40  # characters of a policy's name, in a progress bar and the name of a file
 FAILING = 4  # more than one attempt in so many that the infrastructure fails ends an evaluation
-FREE = ("run", "max_usd")  # options that do not change what is measured
+FREE = ("run", "record", "max_usd")  # options that do not change what is measured
 RUN = "evaluation"  # name of the first directory without --run
 ASSETS = Path(__file__).parent / "assets"
 NO_PRICE = (
@@ -105,6 +109,7 @@ def read_options(arguments: list[str], description: str | None = None) -> Namesp
     add("--trials", type=int, default=1, help="attempts at each task (default: 1)")
     add("--parallel", type=int, default=128, help="attempts at a time (default: 128)")
     add("--seed", type=int, default=0, help="of tasks, sampling and simulations (default: 0)")
+    add("--record", default="", help="FILE for the answers of each expert to each question")
     add("--max-usd", type=float, default=math.inf, help="that endpoints may cost together")
     add("--run", help=f"name of the directory in runs/ (default: {RUN}, or the next free {RUN}-N)")
     options = parser.parse_args(arguments)
@@ -125,7 +130,10 @@ def main(arguments: list[str]) -> int:
         evaluate_by_tau2(options)
         return 0
     with Sandbox() as sandbox:
-        evaluate(options, sandbox)
+        if options.record:
+            record_answers(options, sandbox)
+        else:
+            evaluate(options, sandbox)
     return 0
 
 
@@ -194,6 +202,25 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
         print(f"paid to endpoints: {dollars(sum(spending.bill.values()))} ({parts})")
     require(not problem, problem)
     print(f"{run.path}: report.html, summary.json")
+
+
+def record_answers(options: Namespace, sandbox: Sandbox) -> None:
+    """Asks each expert of the catalogue each question once; writes a file for recorded:FILE.
+
+    UserError, also for a file in which answers are missing. The same command asks for those alone.
+    """
+    file = Path(options.record)
+    replies = ReplyStore(RUNS / "replies", tools=False)
+    spending = Spending(options.max_usd, replies, file.with_name(f"{file.name}.spent.json"))
+    world, *others = open_worlds(options, sandbox, spending).values()
+    asks = isinstance(world, QuestionWorld) and not others
+    require(asks, f"--record: --world is {' '.join(options.world)}; it must be one questions:FILE")
+    written, missing = record(world, file, options.parallel)
+    require(not spending.broken, spending.broken)
+    print(f"{file}: {written} cases; paid {dollars(sum(spending.bill.values()))}")
+    why = f"--max-usd {spending.most:g} is reached" if spending.refused else "experts failed"
+    again = "the same command asks for them" + (", with more dollars" if spending.refused else "")
+    require(not missing, f"{file}: {missing} cases lack an answer ({why}); {again}")
 
 
 def evaluate_by_tau2(options: Namespace) -> None:

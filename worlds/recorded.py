@@ -18,11 +18,15 @@ were never asked agree. `id`, `kind` and `category` are for reports. A field tha
 cases is told there as in another case, since that it is missing may give the category away.
 """
 
+import asyncio
 import hashlib
+import json
 import math
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, NamedTuple, Required
@@ -31,11 +35,12 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.tool import Tool
+from nanorchestra.agent.failures import EndpointError
+from nanorchestra.agent.tool import Allowance, Tool
 from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import require
-from nanorchestra.files import read_json_lines
+from nanorchestra.files import read_json_lines, write_whole
 from nanorchestra.records import Bounds, Preference, Task, ToolCall, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.models import ExpertTool
@@ -43,6 +48,7 @@ from nanorchestra.tools.roles import final_answer
 from nanorchestra.validation import Number, validated
 from worlds import catalogue, preferences
 from worlds.judge import normalise
+from worlds.questions import QuestionWorld
 
 PREFIX = "recorded:"
 UNTOLD = ("id", "question", "kind", "category", "answers")  # fields that are no facts of a case
@@ -330,3 +336,35 @@ def _told(row: Json, other: Json) -> str:
         else:
             parts.append(str(value))
     return f"{', '.join(parts)}." if parts else ""
+
+
+def record(world: QuestionWorld, file: Path, parallel: int) -> tuple[int, int]:
+    """Asks each expert of a world each question once, and writes their answers to `file`.
+
+    Returns how many cases it wrote, and how many lack an answer and are left out: an expert or the
+    judge was not reached, or too few US dollars were left. Where the world's endpoints record their
+    replies, the next call asks for what is missing alone.
+    """
+    tasks = [world.task("all", index) for index in range(world.size("all"))]
+    with ThreadPoolExecutor(parallel) as pool:
+        rows = list(pool.map(partial(_answered, world), tasks))
+    whole = [row for row in rows if row]
+    write_whole(file, "".join(json.dumps(row) + "\n" for row in whole))
+    return len(whole), len(rows) - len(whole)
+
+
+def _answered(world: QuestionWorld, task: Task) -> Json | None:
+    """Returns a task as a case with the answers of its experts; None if one is missing."""
+    env, answers = world.environment(task, 0), {}
+    for name in [name for name, kind in env.kinds.items() if kind == "expert"]:
+        call = env.prepare(ToolCall(name, {}), Allowance())
+        result = asyncio.run(call.run())
+        if result.infrastructure:
+            return None
+        try:
+            right = 0.0 if result.error else env.score(result.content)
+        except EndpointError:  # of the judge
+            return None
+        answers[name] = [result.content, right, result.cost_usd, result.latency_s]
+    name = task.id.rpartition("/")[0]
+    return {"id": name, "question": task.question, "kind": task.kind, "answers": answers}

@@ -6,17 +6,24 @@ import gzip
 import json
 import math
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 import pytest
+from openai_server import openai_server, said
 
+import evaluate
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolCall
+from nanorchestra.tools.replies import ReplyStore
+from nanorchestra.tools.spending import Spending
 from worlds import metrics
 from worlds.load import open_world
+from worlds.recorded import load_cases, record
 from worlds.recorded_programs import Baselines, Chance, Plan
 from worlds.routers import RouterAttempt, play_program
 
@@ -274,3 +281,68 @@ def test_chance_has_the_policy_s_calls_and_not_its_cascade(tmp_path):
     cat = played(lambda task: Plan((0,)).program(["cat"]), world, tasks)
     alone = played(following(list(zip(tasks, cat, strict=True))), world, tasks)
     assert [t.outcome for t in alone] == [t.outcome for t in cat]
+
+
+def asked(folder, server, most=math.inf):
+    """Questions of which `strong` knows all and `quick` none, at the endpoint of a test."""
+    usd = {"strong": [1.0, 10.0], "quick": [0.1, 0.4]}
+    endpoint = {"endpoint": "here", "max_tokens": 500}
+    catalogue = {
+        "endpoints": {"here": {"base_url": server.url}},
+        "experts": {name: endpoint | {"model": name, "usd": usd[name]} for name in usd},
+        "tools": [{"name": n, "kind": "expert", "description": n, "expert": n} for n in usd],
+    }
+    (folder / "tools.json").write_text(json.dumps(catalogue))
+    made = [{"question": f"What is {n} plus {n}?", "answer": 2 * n} for n in range(3, 33)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    settings = {"tools": str(folder / "tools.json"), "preference": ""}
+    spending = Spending(most, ReplyStore(folder / "replies"))
+    name = f"questions:{folder / 'rows.jsonl'}"
+    return open_world(TaskSection(name, experts="real", **settings), 0, None, spending), settings
+
+
+def answer(body):
+    number = re.search(r"What is (\d+)", body["messages"][0]["content"])[1]
+    return said(f"The answer is {2 * int(number)}." if body["model"] == "strong" else "7")
+
+
+def test_what_experts_answer_is_recorded_once_and_learned_from_as_it_is_asked(tmp_path):
+    log = tmp_path / "log.jsonl"
+    with openai_server() as server:
+        server.answer = answer
+        real, settings = asked(tmp_path, server, most=0.0057)
+        written, missing = record(real, log, parallel=1)  # the dollars suffice for some of them
+        assert written and missing and len(load_cases(log)) == written
+        real, settings = asked(tmp_path, server)
+        assert record(real, log, parallel=4) == (30, 0)
+        assert len(server.bodies) == 60  # nothing is asked twice
+    world = open_world(TaskSection(f"recorded:{log}", **settings), 0, None)
+    for task in tasks_of(world):
+        answers = world.case(task).answers
+        assert [answers[name].right for name in ("strong", "quick")] == [1.0, 0.0]
+        assert answers["strong"].usd > answers["quick"].usd > 0
+    asks = {task.question: task for task in tasks_of(real, "all")}
+    task = world.task("held_out", 0)
+    replayed = world.environment(task, 0)
+    env = real.environment(asks[task.question], 0)
+    assert (replayed.messages, replayed.tools) == (env.messages, env.tools)
+
+
+def test_the_command_records_and_goes_on_and_plays_the_baselines(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with openai_server() as server:
+        server.answer = answer
+        asked(tmp_path, server)
+        command = ["--record", "log.jsonl", "--world", "questions:rows.jsonl", "--experts", "real"]
+        command += ["--tools", "tools.json", "--parallel", "1"]
+        assert evaluate.main([*command, "--max-usd", "0.0057"]) == 2
+        assert "cases lack an answer (--max-usd 0.0057 is reached)" in capsys.readouterr().err
+        assert evaluate.main([*command, "--max-usd", "1"]) == 0
+        assert "log.jsonl: 30 cases; paid $0.00189" in capsys.readouterr().out
+        assert len(server.bodies) == 60
+    play = ["--world", "recorded:log.jsonl", "--policy", "strong", "chance", "best", "quick"]
+    assert evaluate.main([*play, "--run", "a"]) == 0
+    (summary,) = json.loads(Path("runs/a/summary.json").read_text())["worlds"].values()
+    assert [summary[name]["accuracy"] for name in play[3:]] == [1.0, 1.0, 1.0, 0.0]
+    assert evaluate.main(["--world", "recorded:log.jsonl", "--policy", "chance", "--run", "b"]) == 2
+    assert "name that before it" in capsys.readouterr().err
