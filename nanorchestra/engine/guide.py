@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -36,7 +36,7 @@ class Form:
     enforced are ignored, but refused in a `strict` schema and for a function that says so.
     """
 
-    tools: Sequence[Json]
+    tools: abc.Sequence[Json]
     schema: Json | None = None
     required: bool = False
     strict: bool = False

@@ -3,13 +3,14 @@
 Rows with any parameters, greedy ones too, mix in one batch. The noise of a row is one uniform
 number, a hash of (seed, position): from the same logits a request draws the same token whatever its
 neighbours, after a preemption and after a restart. The token is found by inverting the cumulative
-distribution, first over blocks of the vocabulary, then within one block. Only a row with a top-p
-and no top-k is sorted. Nothing here waits for a GPU.
+distribution, first over buckets of the vocabulary, then within one. Only a row with a top-p and no
+top-k is sorted. `draw_tokens` does not wait for a GPU; `score_tokens`, and the lists of what has
+been drawn, do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from nanorchestra.engine.sequence import SamplingParams, TopLogprobs
 
-BLOCK = 64  # ids
+BUCKET = 64  # ids
 
 
 class Draw(NamedTuple):
@@ -45,12 +46,12 @@ class Draws(NamedTuple):
         """Returns the draws in memory of the host, which a GPU fills later."""
         return Draws(*[x.to("cpu", non_blocking=True) for x in self])
 
-    def listed(self, params: Sequence[SamplingParams]) -> list[Draw]:
+    def listed(self, params: abc.Sequence[SamplingParams]) -> list[Draw]:
         """Returns the draw of each row, once they are on the host."""
         reports = iter(zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True))
         draws = []
-        drawn = zip(params, self.tokens.tolist(), self.logprobs.tolist(), strict=True)
-        for p, token, logprob in drawn:
+        rows = zip(params, self.tokens.tolist(), self.logprobs.tolist(), strict=True)
+        for p, token, logprob in rows:
             top = []
             if p.top_logprobs:
                 ids, logprobs = next(reports)
@@ -62,9 +63,9 @@ class Draws(NamedTuple):
 def draw_tokens(
     logits: Tensor,
     vocab_size: int,
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
-    allowed: Sequence[np.ndarray | None],
+    params: abc.Sequence[SamplingParams],
+    positions: abc.Sequence[int],
+    allowed: abc.Sequence[np.ndarray | None],
 ) -> Draws:
     """Draws one token a row of logits [R, >= vocab_size].
 
@@ -87,25 +88,17 @@ def draw_tokens(
 
     # Softmax, but for its division, of the ids that top-k and top-p keep.
     z -= z.amax(1, keepdim=True)
-    weights = _weights(z)  # [R, blocks * BLOCK]
-    with_top_k = [row for row, p in enumerate(params) if p.truncated and p.top_k]
-    with_top_p = [row for row, p in enumerate(params) if p.truncated and not p.top_k]
-    for limited in (with_top_k, with_top_p):
+    weights = _weights(z)  # [R, buckets * BUCKET]
+    by_top_k = [row for row, p in enumerate(params) if p.truncated and p.top_k]
+    by_sort = [row for row, p in enumerate(params) if p.truncated and not p.top_k]
+    for limited in (by_top_k, by_sort):
         if limited:
             rows = _index(limited, device)
             kept = _truncate(weights.index_select(0, rows), [params[row] for row in limited])
             weights.index_copy_(0, rows, kept)
 
-    # Cumulative sums of blocks, then of the ids in the block that the noise falls into.
-    blocks = weights.unflatten(1, (-1, BLOCK))  # [R, blocks, BLOCK]
-    cumulative = _cumulative(blocks)  # [R, blocks]
-    total = cumulative[:, -1:]
-    target = to_device(uniforms([p.seed for p in params], positions), device)[:, None] * total
-    block = _first_above(cumulative, target)  # [R, 1]
-    before = cumulative.gather(1, (block - 1).clamp(min=0)).masked_fill_(block == 0, 0.0)
-    weights_of_block = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
-    in_block = weights_of_block.double().cumsum(1)  # [R, BLOCK]
-    tokens = block * BLOCK + _first_above(in_block, target - before)
+    noise = to_device(uniforms([p.seed for p in params], positions), device)[:, None]  # [R, 1]
+    tokens, total = _invert(weights, noise)
     greedy = np.array([[p.greedy] for p in params])
     if greedy.any():
         tokens = torch.where(to_device(greedy, device), z.argmax(1, keepdim=True), tokens)
@@ -122,6 +115,24 @@ def draw_tokens(
     return Draws(tokens[:, 0], logprobs[:, 0], top_ids, top_logprobs)
 
 
+def _invert(weights, noise) -> tuple[Tensor, Tensor]:
+    """Returns the ids [R, 1] at which the cumulative weights pass noise [R, 1] * total, and totals.
+
+    With buckets of two ids, weights 1, 3, 2, 2 and noise 0.6 look for 4.8 of 8. The running sums of
+    the buckets, 4 and 8, pass it in bucket 1. Its own, 2 and 4, pass the 0.8 that is left at its
+    first id: the token is 2.
+    """
+    buckets = weights.unflatten(1, (-1, BUCKET))  # [R, buckets, BUCKET]
+    cumulative = _cumulative(buckets)  # [R, buckets]
+    total = cumulative[:, -1:]
+    target = noise * total
+    bucket = _first_above(cumulative, target)  # [R, 1]
+    before = cumulative.gather(1, (bucket - 1).clamp(min=0)).masked_fill_(bucket == 0, 0.0)
+    inside = buckets.gather(1, bucket[:, :, None].expand(-1, -1, BUCKET))[:, 0]
+    cumulative_inside = inside.double().cumsum(1)  # [R, BUCKET]
+    return bucket * BUCKET + _first_above(cumulative_inside, target - before), total
+
+
 def score_tokens(logits: Tensor, vocab_size: int, targets: Tensor) -> list[float]:
     """Returns log p(targets [R]) at temperature 1, in the bits that a draw of them reports.
 
@@ -129,13 +140,13 @@ def score_tokens(logits: Tensor, vocab_size: int, targets: Tensor) -> list[float
     """
     z = logits[:, :vocab_size].float()
     z = z - z.amax(1, keepdim=True)
-    total = _cumulative(_weights(z).unflatten(1, (-1, BLOCK)))[:, -1]
+    total = _cumulative(_weights(z).unflatten(1, (-1, BUCKET)))[:, -1]
     chosen = z.gather(1, targets.clamp(max=vocab_size - 1)[:, None])[:, 0]
     values = chosen.double() - total.log()
     return values.masked_fill_(targets >= vocab_size, -torch.inf).tolist()
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+def uniforms(seeds: abc.Sequence[int], positions: abc.Sequence[int]) -> np.ndarray:
     """Returns float64 [R] in [0, 1): 53 bits of a hash of seed and position.
 
     The hash is the finaliser of splitmix64 (Steele et al. 2014), applied three times.
@@ -171,13 +182,13 @@ def _index(rows, device) -> Tensor:
 
 
 def _weights(z) -> Tensor:
-    """Returns exp(z) [R, V], filled up to whole blocks with zeros."""
-    return F.pad(z.exp(), (0, -z.shape[1] % BLOCK))
+    """Returns exp(z) [R, V], filled up to whole buckets with zeros."""
+    return F.pad(z.exp(), (0, -z.shape[1] % BUCKET))
 
 
-def _cumulative(blocks) -> Tensor:
-    """Returns the running sums of blocks [R, blocks, BLOCK], fp64 [R, blocks]."""
-    return blocks.sum(2).double().cumsum(1)
+def _cumulative(buckets) -> Tensor:
+    """Returns the running sums of buckets [R, buckets, BUCKET], fp64 [R, buckets]."""
+    return buckets.sum(2).double().cumsum(1)
 
 
 def _first_above(cumulative, target) -> Tensor:
@@ -185,8 +196,8 @@ def _first_above(cumulative, target) -> Tensor:
 
     The target is kept inside, so that rounding never leads to an index without weight.
     """
-    inside = target.clamp(min=0.0).minimum(cumulative[:, -1:] * (1 - 1e-12))
-    index = (cumulative <= inside).sum(1, keepdim=True)
+    target = target.clamp(min=0.0).minimum(cumulative[:, -1:] * (1 - 1e-12))
+    index = (cumulative <= target).sum(1, keepdim=True)
     return index.clamp_(max=cumulative.shape[1] - 1)
 
 
