@@ -31,9 +31,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nanorchestra.engine.engine import Engine, SamplingParams
+from nanorchestra.model import ops
 from nanorchestra.model.checkpoint import PRESETS
 from nanorchestra.model.native import pack
-from nanorchestra.model.ops import by_kernel
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.training.costs import Costs
 
@@ -193,7 +193,7 @@ class Bench:
         self.vocab_size = model.config.vocab_size
         self.ceiling = Ceiling(model)
         self.device = self.ceiling.device
-        if by_kernel(model.embed_tokens.weight):
+        if ops.by_kernel(model.embed_tokens.weight):
             page_size = 64
         else:
             page_size = 16

@@ -100,9 +100,15 @@ def pick(kernel: str, dtype: torch.dtype | None = None) -> Config:
     return configs["90" if arch >= 90 else "80"]
 
 
-def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b in fp32, or fp64 for fp64: sums are wide anyway, and stay so."""
+def wide_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns a @ b in fp32, or fp64 for fp64: sums are wide anyway, and stay so.
+
+    It is in `out`, of that dtype, if that is given.
+    """
     wide = torch.promote_types(a.dtype, torch.float32)
     if a.is_cuda and a.dtype != wide:
-        return torch.mm(a, b, out_dtype=wide)
-    return a.to(wide) @ b.to(wide)
+        if out is None:
+            return torch.mm(a, b, out_dtype=wide)
+        return torch.mm(a, b, out_dtype=wide, out=out)
+    product = a.to(wide) @ b.to(wide)
+    return product if out is None else out.copy_(product)

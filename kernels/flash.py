@@ -316,7 +316,10 @@ def flash_forward(
             k = _load_rows(k_ptr, key, end, kv_head, HKV, BLOCK_N, D)
             scores = tl.dot(q, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
             if key >= unmasked_end:
-                # What a row adds up before its first visible key is scaled to 0 at that key.
+                # What a row adds up before its first visible key is scaled to 0 at that key. Up to
+                # there row_max is SCALE * MASKED, rounded; the product in fma is not rounded, so p
+                # is exp2 of the rounding error, not 1. The error is at most 16 for -1e9; for -1e30
+                # it is about 1e21, and p infinite.
                 scores = tl.where((key + columns)[None, :] < seen_to[:, None], scores, MASKED)
             p, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, SCALE)
             v = _load_rows(v_ptr, key, end, kv_head, HKV, BLOCK_N, D)

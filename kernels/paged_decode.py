@@ -97,14 +97,12 @@ class SharedPrefix(NamedTuple):
     keys: int
 
 
-class DecodeWork(NamedTuple):
-    """The work list and the scratch of decode_attention, on the device of q.
+class DecodeScratch(NamedTuple):
+    """The splits, and room for their results, on the device of q.
 
-    S splits and R rows of scratch; R may be more than the rows of q.
+    S splits and R rows; R may be more than the rows of q.
     """
 
-    items: Tensor  # int32 [capacity, 3]: first row, number of rows, split
-    num_items: Tensor  # int32 [1]: further items are never read
     bounds: Tensor  # int32 [S + 1]: split s holds keys bounds[s] .. bounds[s + 1] - 1
     partial: Tensor  # fp32 [R, S, H, D]: the mean value of a split
     lse: Tensor  # fp32 [R, S, H]: log2 of the sum of exponentials of a split
@@ -143,9 +141,8 @@ def decode_items(
     """Returns the items int32 [n, 3] of a step: first row, number of rows, split.
 
     max_rows is rows_per_item(G). Every split of every row is in one item. Items with most keys come
-    first; the items of one split of a shared prefix follow one another. A row is in one shared
-    prefix at most. The order does not change results, so a list stays right as long as no row
-    enters a new split: keys are counted on the device. ValueError if a row has more keys than the
+    first; the items of one split of a shared prefix follow one another. The order does not change
+    results. A row is in one shared prefix at most. ValueError if a row has more keys than the
     bounds, or fewer than its prefix.
 
     For example, with splits at 0, 128, 256, 384, two rows of 300 and 200 keys that share 150, and
@@ -208,13 +205,13 @@ def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def decode_scratch(
     rows: int, max_context: int, heads: int, head_dim: int, device: torch.device | str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns bounds, partial and lse of a DecodeWork for up to so many rows and keys of a row."""
+) -> DecodeScratch:
+    """Returns the scratch for up to so many rows, and keys of a row."""
     bounds = torch.tensor(split_bounds(max_context), dtype=torch.int32, device=device)
     splits = len(bounds) - 1
     partial = torch.empty(rows, splits, heads, head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows, splits, heads, dtype=torch.float32, device=device)
-    return bounds, partial, lse
+    return DecodeScratch(bounds, partial, lse)
 
 
 # The launcher.
@@ -226,28 +223,31 @@ def decode_attention(
     v_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
-    work: DecodeWork,
+    items: Tensor,
+    num_items: Tensor,
+    scratch: DecodeScratch,
     out: Tensor,
 ) -> Tensor:
     """Fills and returns out [B, H, D].
 
     q [B, H, D] with any row stride; caches [pages, Hkv, page_size, D] of its dtype;
     block_tables int32 [B, width] with any row stride. Row b sees the first context_lens[b] keys
-    (int32 [B]); with none its output is 0. work holds the items of these rows (decode_items).
+    (int32 [B]); with none its output is 0. items int32 [capacity, 3] begin with those of these rows
+    (decode_items); num_items int32 [1] says how many they are, and further ones are never read.
     Nothing is allocated, and the grids depend on B and the model alone, so the launches can be
     captured once for each B. ValueError if the arguments do not fit each other.
     """
     constants = check_cache(q, k_cache, v_cache, block_tables)
     rows, heads, head_dim = q.shape
-    scratch_rows, splits = work.lse.shape[:2]
+    scratch_rows, splits = scratch.lse.shape[:2]
     check((rows,), torch.int32, context_lens=context_lens)
     check((rows, None), torch.int32, strided=True, block_tables=block_tables)
     check(q.shape, q.dtype, out=out)
-    check((None, 3), torch.int32, items=work.items)
-    check((1,), torch.int32, num_items=work.num_items)
-    check((splits + 1,), torch.int32, bounds=work.bounds)
-    check((scratch_rows, splits, heads, head_dim), torch.float32, partial=work.partial)
-    check((scratch_rows, splits, heads), torch.float32, lse=work.lse)
+    check((None, 3), torch.int32, items=items)
+    check((1,), torch.int32, num_items=num_items)
+    check((splits + 1,), torch.int32, bounds=scratch.bounds)
+    check((scratch_rows, splits, heads, head_dim), torch.float32, partial=scratch.partial)
+    check((scratch_rows, splits, heads), torch.float32, lse=scratch.lse)
     if scratch_rows < rows:
         raise ValueError(f"the scratch has {scratch_rows} rows; expected at least {rows}")
     group = heads // constants["HKV"]
@@ -262,11 +262,11 @@ def decode_attention(
         v_cache,
         block_tables,
         context_lens,
-        work.items,
-        work.num_items,
-        work.bounds,
-        work.partial,
-        work.lse,
+        items,
+        num_items,
+        scratch.bounds,
+        scratch.partial,
+        scratch.lse,
         q.stride(0),
         block_tables.stride(0),
         splits,
@@ -280,10 +280,10 @@ def decode_attention(
         maxnreg=min(255, registers // 8 * 8),  # so that all PROGRAMS of a multiprocessor fit
     )
     _merge_splits[(rows, heads)](
-        work.partial,
-        work.lse,
+        scratch.partial,
+        scratch.lse,
         context_lens,
-        work.bounds,
+        scratch.bounds,
         out,
         splits,
         H=heads,
@@ -364,7 +364,7 @@ def _attend_splits(
             kv_head=kv_head,
             start=start,
             end=end,
-            context_len=end,  # nothing behind the split is read
+            read_to=end,
             seen_to=end,
             HKV=HKV,
             PAGE=PAGE,

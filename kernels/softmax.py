@@ -27,10 +27,7 @@ from kernels.common import SIZES, Config, check
 BLOCK_N = 64  # keys of a tile, fewer if a row of K is wide or the pages are small
 TILE_BYTES = 16384  # of a tile of K at most
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware has exp2
-# The score of a pair that a mask hides. In flash.py the first tiles of a row may hold no key that
-# it sees. There row_max is SCALE * MASKED, rounded; the product in fma is not rounded, so p is exp2
-# of the rounding error, not 1. The error is at most 16 for -1e9; for -1e30 it is about 1e21, and p
-# infinite. At the row's first visible key, rescale is 0 and clears what was added up.
+# The score of a pair that a mask hides: finite, and no larger in magnitude (flash.py says why).
 MASKED = tl.constexpr(-1e9)
 
 
@@ -102,7 +99,7 @@ def attend_pages(
     kv_head,
     start,  # the first key to visit, a multiple of BLOCK_N
     end,  # one past the last key to visit
-    context_len,  # keys from here on are not read: behind the sequence, or behind a split
+    read_to,  # keys from here on are not read: behind the sequence, or behind a split
     seen_to,  # a row sees keys < seen_to: [M, 1], or one for all rows; None: all see all
     HKV: tl.constexpr,
     PAGE: tl.constexpr,
@@ -123,13 +120,13 @@ def attend_pages(
     D: tl.constexpr = q.shape[1]
     columns = tl.arange(0, BLOCK_N)
     tile_offsets = columns[:, None] * D + tl.arange(0, D)[None, :]  # [BLOCK_N, D] within a page
-    page = tl.load(block_table_ptr + start // PAGE, start < context_len, 0)
+    page = tl.load(block_table_ptr + start // PAGE, start < read_to, 0)
     for key in range(start, end, BLOCK_N):
         # 64 bits: a cache has more than 2^31 elements.
         page_offset = ((page.to(tl.int64) * HKV + kv_head) * PAGE + key % PAGE) * D
         # The page of the next tile is looked up now: a lookup in place stalls the pipeline.
         next_key = key + BLOCK_N
-        page = tl.load(block_table_ptr + next_key // PAGE, next_key < context_len, 0)
+        page = tl.load(block_table_ptr + next_key // PAGE, next_key < read_to, 0)
 
         k = tl.load(k_cache_ptr + page_offset + tile_offsets)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [M, BLOCK_N]
@@ -138,7 +135,7 @@ def attend_pages(
         else:
             scores = tl.where(key + columns[None, :] < seen_to, scores, MASKED)
             # Values past the end are not read: they may be NaN, and 0 * NaN is NaN.
-            in_cache = key + columns[:, None] < context_len
+            in_cache = key + columns[:, None] < read_to
             v = tl.load(v_cache_ptr + page_offset + tile_offsets, in_cache, 0.0)
 
         p, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, LOG2E / D**0.5)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from nanorchestra.engine.block_manager import BlockManager
 from nanorchestra.engine.scheduler import Scheduler
-from nanorchestra.engine.sequence import Sequence
+from nanorchestra.engine.sequence import ROOT, Sequence
 
 
 def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
@@ -21,7 +21,7 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
     indexed = {page for page, uid in enumerate(blocks._uids) if uid}
     assert blocks._index == {blocks._keys[page]: page for page in indexed}, "index and uids differ"
     assert indexed >= blocks._idle.keys(), "an idle page is not indexed"
-    uids = {blocks.root, *(blocks._uids[page] for page in indexed)}
+    uids = {ROOT, *(blocks._uids[page] for page in indexed)}
     assert uids >= {parent for parent, _ in blocks._index}, "a page has lost the one before it"
     for sequence in sequences:
         shared = sequence.block_table[: sequence.num_indexed]
@@ -29,7 +29,7 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
         full = len(shared) * blocks.page_size
         most = full + len(own) * blocks.page_size
         assert full <= sequence.num_computed <= most, "wrong counts"
-        chain = [blocks.root, *(blocks._uids[page] for page in shared)]
+        chain = [ROOT, *(blocks._uids[page] for page in shared)]
         parents = [*(blocks._keys[page][0] for page in shared), sequence.last_uid]
         assert not sequence.block_table or parents == chain, "a sequence's pages are not a chain"
         assert not indexed & set(own), "a page is indexed too early"
@@ -40,10 +40,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
     """Walks over the invariants of the scheduler and of its block manager."""
     running, waiting = scheduler.running, scheduler.waiting
     check_blocks(scheduler.blocks, [*(r.sequence for r in running), *scheduler.parked])
-    ages = [(r.sequence.age, r.id) for r in running]
-    assert ages == sorted(ages), "running is out of order"
-    places = [(not r.resumes, r.sequence.age, r.id) for r in waiting]
+    arrivals = [(r.sequence.arrival, r.id) for r in running]
+    assert arrivals == sorted(arrivals), "running is out of order"
+    places = [(not r.resumes, r.sequence.arrival, r.id) for r in waiting]
     assert places == sorted(places), "waiting is out of order"
     held = {r.sequence for r in waiting if r.sequence.block_table}
     assert held <= scheduler.parked, "a waiting request holds pages"
-    assert all(r.remaining > 0 for r in running + waiting), "a request has nothing to compute"
+    assert all(r.uncomputed > 0 for r in running + waiting), "a request has nothing to compute"

@@ -44,15 +44,15 @@ def scripted(engine):
             return SCRIPT["say"]
         return next((text for word, text in SCRIPT.items() if f"!{word}" in last_message), None)
 
-    def scripted_read(launched, requests):
-        drawn = read(launched, requests)
-        for row, request in enumerate(requests):
+    def scripted_read(launched):
+        drawn = read(launched)
+        for request in drawn:
             text, count = line(request), len(request.ids) - request.prompt_tokens
             if text == "":
-                drawn[row] = Draw(0, math.nan)
+                drawn[request] = Draw(0, math.nan)
             elif text is not None:
                 token = tokenizer.backend.encode(text, add_special_tokens=False).ids[count]
-                drawn[row] = Draw(token, -0.5, [(token, -0.5)] * request.params.top_logprobs)
+                drawn[request] = Draw(token, -0.5, [(token, -0.5)] * request.params.top_logprobs)
         return drawn
 
     engine.runner.read = scripted_read

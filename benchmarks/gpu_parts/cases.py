@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kernels.flash import Span, flash_attention, flash_work
 from kernels.paged_decode import (
-    DecodeWork,
     SharedPrefix,
     decode_attention,
     decode_items,
@@ -220,17 +219,17 @@ def decode(shape: Shape, rows: int, context: int, shared: int = 0) -> Case:
             block_tables[members, : shared // page] = block_tables[first, : shared // page]
         lengths = [context] * rows
         device = torch.get_default_device()
-        bounds, partial, lse = decode_scratch(rows, shape.max_context, heads, dim, device)
+        scratch = decode_scratch(rows, shape.max_context, heads, dim, device)
         with torch.device("cpu"):  # what the engine makes on the host
             splits = split_bounds(shape.max_context)
             items = decode_items(lengths, prefixes, splits, rows_per_item(heads // kv_heads))
             items = torch.from_numpy(items)
             num_items = torch.tensor([len(items)], dtype=torch.int32)
-        work = DecodeWork(items.to(device), num_items.to(device), bounds, partial, lse)
         caches = randn(2, rows * width, kv_heads, page, dim)
         context_lens = torch.tensor(lengths, dtype=torch.int32)
         q, out = randn(2, rows, heads, dim)
-        return q, *caches, block_tables, context_lens, work, out
+        work = items.to(device), num_items.to(device), scratch
+        return q, *caches, block_tables, context_lens, *work, out
 
     keys = rows * (context - shared) + groups * shared
     name = f"decode_attention B={rows} n={context} shared={shared}"

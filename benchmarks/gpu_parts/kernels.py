@@ -159,11 +159,11 @@ def error(got: Tensor, exact: Tensor) -> float:
 
 def _same_bits_alone(case: Case, arguments: tuple[Any, ...], together: Tensor) -> bool:
     """Returns True if the first rows, each in a step of its own, have the bits of the batch."""
-    q, k_cache, v_cache, block_tables, context_lens, work, _ = arguments
+    q, k_cache, v_cache, block_tables, context_lens, items, num_items, scratch, _ = arguments
     for row in range(2):
-        mine = work.items[: int(work.num_items)]
-        items = mine[(mine[:, 0] <= row) & (row < mine[:, 0] + mine[:, 1])].clone()
-        items[:, 0], items[:, 1] = 0, 1
+        mine = items[: int(num_items)]
+        own = mine[(mine[:, 0] <= row) & (row < mine[:, 0] + mine[:, 1])].clone()
+        own[:, 0], own[:, 1] = 0, 1
         one = slice(row, row + 1)
         alone = decode_attention(
             q[one],
@@ -171,7 +171,9 @@ def _same_bits_alone(case: Case, arguments: tuple[Any, ...], together: Tensor) -
             v_cache,
             block_tables[one],
             context_lens[one],
-            work._replace(items=items, num_items=torch.full_like(work.num_items, len(items))),
+            own,
+            torch.full_like(num_items, len(own)),
+            scratch,
             torch.empty_like(q[one]),
         )
         if not torch.equal(alone, together[one]):

@@ -1,6 +1,7 @@
 """Paged inference: the public `Engine`, and what it is made of.
 
-Reading order: `sequence`, `block_manager`, `scheduler`, then a runner (`cpu_runner`; on a GPU
-`model_runner`), then `engine`. `sampler` draws on a CPU, `score` gives log-probabilities, `guide`
-holds tool calls to valid JSON, `session` keeps a conversation, `stream` turns ids into text.
+Reading order: `sequence`, `block_manager`, `scheduler`, `engine`, `runner`, `sampler`, then
+`cpu_runner`, or for a GPU `model_runner` and `step_inputs`. `score` gives log-probabilities,
+`guide` holds tool calls to valid JSON, `session` keeps a conversation's KV, and `stream` turns ids
+into text.
 """

@@ -4,7 +4,7 @@ A page (vLLM's block) holds the keys and values of `page_size` consecutive posit
 `Sequence.block_table` lists the pages of one. A full page that a completed step has written is
 indexed under an exact key:
 
-    (uid of the page before it, its tokens)      before the first page: a root for the weights
+    (uid of the page before it, its tokens)      before the first page: ROOT
 
 Uids are never reused, so a key names the whole prefix; there is no hash and no collision. A page
 is held by the sequences whose tables it stands in. One that no sequence holds stays indexed
@@ -13,7 +13,7 @@ is held by the sequences whose tables it stands in. One that no sequence holds s
 
 from collections import OrderedDict
 
-from nanorchestra.engine.sequence import Sequence
+from nanorchestra.engine.sequence import ROOT, Sequence
 
 Key = tuple[int, tuple[int, ...]]
 
@@ -29,11 +29,10 @@ class BlockManager:
         self.num_pages = num_pages
         self.page_size = page_size
         self._uids_given = 0
-        self.clear(weight_version=0)
+        self.clear()
 
-    def clear(self, weight_version: int) -> None:
-        """Forgets all pages and starts anew for these weights. No sequence may hold pages."""
-        self.root = -1 - weight_version
+    def clear(self) -> None:
+        """Forgets all pages, as for new weights. No sequence may hold any."""
         # The lowest is handed out first. The runner sorts rows by page, so a run's rounding does
         # not depend on what was cached before.
         self._free = list(range(self.num_pages - 1, -1, -1))
@@ -53,7 +52,6 @@ class BlockManager:
 
         The last token never matches, because its logits still have to be computed.
         """
-        sequence.last_uid = self.root
         while True:
             key = self.next_key(sequence, len(sequence.ids) - 1)
             if key is None or key not in self._index:
@@ -75,8 +73,8 @@ class BlockManager:
 
     def missing(self, sequence: Sequence, length: int) -> int:
         """Returns how many pages `grow` would take."""
-        pages = -(-length // self.page_size)
-        return max(0, pages - len(sequence.block_table))
+        num_pages = -(-length // self.page_size)
+        return max(0, num_pages - len(sequence.block_table))
 
     def grow(self, sequence: Sequence, length: int) -> bool:
         """Takes pages for the positions up to `length`, and evicts idle ones where none is free.
@@ -123,6 +121,7 @@ class BlockManager:
         sequence.block_table.clear()
         sequence.num_computed = 0
         sequence.num_indexed = 0
+        sequence.last_uid = ROOT
 
     def _hold(self, page):
         self._idle.pop(page, None)

@@ -12,219 +12,190 @@ the host may launch it before it has read them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.common import SIZES
-from kernels.paged_decode import DecodeWork, decode_scratch, rows_per_item
+from kernels.paged_decode import decode_scratch, rows_per_item, split_bounds
 from kernels.paged_prefill import prefill_items
-from nanorchestra.engine.sampler import Draws, Result, draw_tokens, to_device
+from nanorchestra.engine.runner import Launched, Runner, kv_shape, page_bytes
+from nanorchestra.engine.sampler import draw_tokens, to_device
 from nanorchestra.engine.scheduler import Batch
-from nanorchestra.engine.score import output_logits
 from nanorchestra.engine.sequence import Request, SamplingParams
-from nanorchestra.engine.step_inputs import StepInputs, StepMaker, empty_step
+from nanorchestra.engine.step_inputs import (
+    Paging,
+    copy_inputs,
+    empty_inputs,
+    first_decodes,
+    inputs_to_device,
+    make_inputs,
+)
 from nanorchestra.errors import require
-from nanorchestra.model.attention import DecodeInputs, PagedAttention, PrefillInputs
-from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.attention import PagedAttention, StepInputs
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
 MEMORY_SHARE = 0.9  # of the free memory that the KV pages take, if their number is not given
+PAGE_SIZE = 64
 
 
-@dataclass
-class Launched:
-    """A step that the GPU computes, or is about to."""
+class ModelRunner(Runner):
+    """A step on a GPU. All steps are computed on the current stream, in the order of the calls.
 
-    requests: list[Request]  # in the order of the rows of logits
-    logits: Tensor  # fp32 [R, vocab]
-    draws: Draws | None = None  # on the device
-    read: Draws | None = None  # on the host, once `drawn` has come
-    drawn: torch.cuda.Event | None = None
-    errors: dict[Request, Exception] = field(default_factory=dict)  # of those without a draw
+    What a graph reads and writes keeps its address: KV pages, inputs, logits, scratch, and the
+    model's weights, which must be changed in place.
 
+    num_pages: `pages_that_fit` if None. page_size: PAGE_SIZE if None. max_running: requests that a
+    step samples at most. use_graphs: whether steps that only decode replay graphs.
 
-class ModelRunner:
-    """Owns the KV pages: kv_cache [2, layers, num_pages, Hkv, page_size, D], keys then values.
-
-    num_pages: as many as fit in MEMORY_SHARE of the free memory if None. A step k is `launch(k)`,
-    `draw(k)`, `read(k)`, on the current stream; `draw(k)` comes before `launch(k + 1)`, which
-    overwrites the logits.
-
-    use_graphs: whether steps that only decode replay graphs. The graphs hold the addresses of the
-    weights: they must be changed in place.
+    The tests run this class on CPU tensors, in Triton's interpreter. `on_gpu` is then False: there
+    are no graphs, streams and events, and nothing is warmed up.
     """
 
     overlaps = True
     # Tokens of prefill beside decodes. 150 to 250 rows take the time of one, which is that of
     # reading the weights.
     mixed_prefill = 384
+    use_graphs = True
 
     def __init__(
         self,
         model: Qwen3,
-        num_pages: int | None,
-        page_size: int,
         vocab_size: int,
+        num_pages: int | None,
+        page_size: int | None,
         max_batch_tokens: int,
         max_running: int,
         max_context: int,
     ):
+        super().__init__(vocab_size, page_size or PAGE_SIZE)
         config, weight = model.config, model.embed_tokens.weight
-        for name, value in (("head_dim", config.head_dim), ("page size", page_size)):
+        for name, value in (("head_dim", config.head_dim), ("page size", self.page_size)):
             right = f"the GPU's kernels take {', '.join(map(str, SIZES))}"
             require(value in SIZES, f"engine: {name} is {value}; {right}")
 
-        self.model, self.device = model, weight.device
-        self.vocab_size = vocab_size
-        self.max_tokens, self.max_rows = max_batch_tokens, min(max_running, max_batch_tokens)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-
-        # What a graph reads and writes keeps its address from here on. So do the model's weights
-        # and its rotary frequencies.
-        self._frequencies = model.rope_frequencies(self.device)
-        self._bounds, self._partial, self._lse = decode_scratch(
-            self.max_rows, max_context, heads, config.head_dim, self.device
+        self.model, self.device, self.on_gpu = model, weight.device, weight.is_cuda
+        self.max_batch_tokens, self.max_running = max_batch_tokens, max_running
+        heads = config.num_attention_heads
+        self._paging = Paging(
+            self.page_size,
+            table_width=-(-max_context // self.page_size),
+            bounds=split_bounds(max_context),
+            rows_per_item=rows_per_item(heads // config.num_key_value_heads),
         )
-        bounds, width = self._bounds.tolist(), -(-max_context // page_size)
-        self._maker = StepMaker(page_size, width, bounds, rows_per_item(heads // kv_heads))
-        most_items = self.max_rows * (len(bounds) - 1)
-        self._inputs = empty_step(self.max_rows, most_items, width, self.device)
-        self.logits = torch.zeros(self.max_rows, config.vocab_size, device=self.device)  # fp32
+        self._scratch = decode_scratch(
+            max_running, max_context, heads, config.head_dim, self.device
+        )
+        most_items = max_running * (len(self._paging.bounds) - 1)
+        self._inputs = empty_inputs(
+            max_running, max_running, most_items, 0, self._paging.table_width, self.device
+        )
+        self.logits = torch.zeros(max_running, config.vocab_size, device=self.device)  # fp32
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by number of rows
+        self._stream: torch.cuda.Stream | None = None  # of the last launch
 
-        self.graphs: dict[int, Graph] = {}  # by batch size
-        self.use_graphs = weight.is_cuda
-        self.capture_stream = None
-        self._stream = None  # of the last launch
         self.kv_cache = self._zero_pages(1)
-        if weight.is_cuda:
+        if self.on_gpu:
             torch.cuda.empty_cache()
-            self.warm_up()  # compiles, and takes the memory of eager steps
-        if num_pages is None:
-            pages = MEMORY_SHARE * free_memory(self.device) / self.kv_cache.nbytes
-            num_pages = max(1, int(pages))
-        self.kv_cache = self._zero_pages(num_pages)
-        if weight.is_cuda:
-            self.capture_stream = torch.cuda.Stream()
-            self.capture()  # each capture gives the memory that torch keeps back
             self.warm_up()
+        if num_pages is None:
+            num_pages = pages_that_fit(config, self.page_size, weight.dtype, self.device)
+        self.kv_cache = self._zero_pages(num_pages)
+        if self.on_gpu:
+            self.capture()
+            self.warm_up()  # torch.cuda.graph() has given back the memory that torch kept
 
     def _zero_pages(self, count) -> Tensor:
-        config, page_size = self.model.config, self._maker.page_size
-        kv_heads, dim = config.num_key_value_heads, config.head_dim
-        shape = (2, config.num_hidden_layers, count, kv_heads, page_size, dim)
         dtype = self.model.embed_tokens.weight.dtype
+        shape = kv_shape(self.model.config, count, self.page_size)
         return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the pool."""
-        return self.kv_cache.shape[2]
 
     # Before the first request.
 
     def warm_up(self) -> None:
-        """Runs steps and draws of all kinds, on page 0, of which nothing is kept."""
-        for rows in graph_sizes(self.max_rows):
-            self._forward(self._inputs.decodes(rows))
-        longest = self._maker.table_width * self._maker.page_size
+        """Runs steps and draws of all kinds, on page 0, of which nothing is kept.
+
+        This compiles the kernels. torch then keeps the memory that such steps take.
+        """
+        for rows in graph_sizes(self.max_running):
+            self._forward(first_decodes(self._inputs, rows))
+        longest = self._paging.table_width * self.page_size
         # quantised.py has other tiles on both sides of 8, 16 and 64 rows.
-        for tokens in (self.max_tokens, 65, 64, 17, 16, 9, 8, 1):
-            counts, left = [], min(tokens, self.max_tokens)
-            while left and len(counts) < self.max_rows:
+        for tokens in (self.max_batch_tokens, 65, 64, 17, 16, 9, 8, 1):
+            counts, left = [], min(tokens, self.max_batch_tokens)
+            while left and len(counts) < self.max_running:
                 counts.append(min(left, longest))
                 left -= counts[-1]
             self._forward(self._prefill_without_effect(counts))
         every = {"temperature": 0.5, "top_logprobs": 1}
         kinds = SamplingParams(), SamplingParams(top_k=20, **every), SamplingParams(top_p=0.9)
-        params = [kinds[row % len(kinds)] for row in range(self.max_rows)]
-        masks = [np.ones(self.vocab_size, bool)] + [None] * (self.max_rows - 1)
-        draw_tokens(self.logits, self.vocab_size, params, range(self.max_rows), masks)
+        params = [kinds[row % len(kinds)] for row in range(self.max_running)]
+        masks = [np.ones(self.vocab_size, bool)] + [None] * (self.max_running - 1)
+        draw_tokens(self.logits, self.vocab_size, params, range(self.max_running), masks)
 
     def _prefill_without_effect(self, counts) -> StepInputs:
-        chunks, tokens = len(counts), sum(counts)
-        nothing = empty_step(tokens, 0, self._maker.table_width, self.device)
+        chunks, width = len(counts), self._paging.table_width
+        inputs = empty_inputs(sum(counts), 0, 0, chunks, width, self.device)
         items = prefill_items([0] * chunks, counts).to(self.device)
-        return replace(
-            nothing,
-            context_lens=nothing.context_lens[:0],
-            decode_tables=nothing.decode_tables[:0],
-            prefill_tables=nothing.decode_tables[:chunks],
-            prefill_items=items,
-            last_tokens=nothing.tokens[:chunks],
-        )
+        return replace(inputs, prefill_items=items)
 
     def capture(self) -> None:
-        """Captures the graphs, the largest first: the others then use its memory in the pool."""
-        for rows in reversed(graph_sizes(self.max_rows)):
-            self.graphs[rows] = Graph(self, rows)
+        """Captures a graph of each size, the largest first: the others then use its memory.
+
+        They share one pool, so they must replay on one stream, one after the other.
+        """
+        stream, pool = torch.cuda.Stream() if self.on_gpu else None, None
+        for rows in reversed(graph_sizes(self.max_running)):
+            self.graphs[rows] = self._captured(rows, stream, pool)
+            pool = self.graphs[rows].pool()
+
+    def _captured(self, rows, stream, pool) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what another thread calls, a trainer's, does not break the capture
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self._forward(first_decodes(self._inputs, rows))
+        return graph
 
     # A step.
 
     def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
-        """Starts a step, and does not wait for it (engine.py)."""
-        if self.device.type == "cuda":
+        """Starts a step, and does not wait for it.
+
+        Its logits are a part of `self.logits`. The newest ids of a batch that is planned ahead come
+        from the draws of the step before, on the device.
+        """
+        if self.on_gpu:
             self._stream = torch.cuda.current_stream()
-        decodes = self._maker.in_order(batch.decodes)
-        unread = 0 if after is None else 1
-        if self.use_graphs and not batch.prefills:
-            rows = min(size for size in self.graphs if size >= len(decodes))
-            inputs = self._inputs.decodes(rows)
-            inputs.copy_from(self._maker.make([], rows, unread))
+        graph_size = self._graph_size(batch)
+        rows = graph_size or len(batch.decodes)
+        decodes, arrays = make_inputs(
+            batch.decodes, batch.prefills, rows, batch.unread, self._paging
+        )
+        if graph_size:
+            inputs = first_decodes(self._inputs, graph_size)
+            copy_inputs(arrays, inputs)
         else:
-            rows = 0
-            inputs = self._maker.make(batch.prefills, len(decodes), unread).to(self.device)
-        if after is not None:
+            inputs = inputs_to_device(arrays, self.device)
+        if batch.unread:
             row_of = {request: row for row, request in enumerate(after.requests)}
-            drawn = np.array([row_of[request] for request in decodes])
-            newest = after.draws.tokens.index_select(0, to_device(drawn, self.device))
+            rows_before = np.array([row_of[request] for request in decodes])
+            rows_before = to_device(rows_before, self.device)
+            newest = after.on_device.tokens.index_select(0, rows_before)
             inputs.tokens[: len(decodes)].copy_(newest)
-        if rows:
-            self.graphs[rows].replay()
+        if graph_size:
+            self.graphs[graph_size].replay()
         else:
             self._forward(inputs)
-        requests = decodes + batch.ended_prefills
-        return Launched(requests, self.logits[: len(requests)])
+        requests: list[Request] = decodes + batch.ended_prefills
+        return Launched(batch, requests, self.logits[: len(requests)])
 
-    def draw(self, launched: Launched, requests: list[Request]) -> None:
-        """Draws the tokens of a step, and starts their copy to the host.
-
-        A guide's mask follows from the tokens before, so call this after those are accepted. Rows
-        of others than these requests, which have ended, are drawn too and ignored.
-        """
-        if not launched.requests:  # chunks in the middle of prompts
-            return
-        masks: list[np.ndarray | None] = []
-        going_on = set(requests)
-        for request in launched.requests:
-            mask = None
-            try:
-                mask = request.allowed_ids(self.vocab_size) if request in going_on else None
-            except Exception as error:
-                launched.errors[request] = error
-            masks.append(mask)
-        launched.draws = draw_tokens(
-            launched.logits,
-            self.vocab_size,
-            [request.params for request in launched.requests],
-            [len(request.ids) for request in launched.requests],
-            masks,
-        )
-        launched.read = launched.draws.to_host()
-        if self.device.type == "cuda":
-            launched.drawn = torch.cuda.Event()
-            launched.drawn.record()
-
-    def read(self, launched: Launched, requests: list[Request]) -> list[Result]:
-        """Waits for the draws of the requests; one that cannot be drawn has its error."""
-        if not requests:
-            return []
-        if launched.drawn is not None:
-            launched.drawn.synchronize()
-        draws = launched.read.listed([request.params for request in launched.requests])
-        results = dict(zip(launched.requests, draws, strict=True)) | launched.errors
-        return [results[request] for request in requests]
+    def _graph_size(self, batch) -> int | None:
+        """Returns the size of the smallest graph for the batch, None if it is run eagerly."""
+        if batch.prefills or not self.use_graphs:
+            return None
+        return min((size for size in self.graphs if size >= len(batch.decodes)), default=None)
 
     def wait(self) -> None:
         """Waits for everything that was launched."""
@@ -239,48 +210,26 @@ class ModelRunner:
 
         Nothing here may depend on a value on the device: graphs capture it.
         """
-        decode = prefill = None
-        rows, chunks = len(inputs.context_lens), len(inputs.prefill_tables)
-        if rows:
-            work = DecodeWork(
-                items=inputs.decode_items,
-                num_items=inputs.num_decode_items,
-                bounds=self._bounds,
-                partial=self._partial,
-                lse=self._lse,
-            )
-            decode = DecodeInputs(rows, inputs.decode_tables, inputs.context_lens, work)
-        if chunks:
-            prefill = PrefillInputs(inputs.prefill_tables, inputs.prefill_items)
-        attention = PagedAttention(*self.kv_cache, inputs.slots, decode, prefill)
+        k_cache, v_cache = self.kv_cache
+        attention = PagedAttention(k_cache, v_cache, inputs, self._scratch)
         hidden = self.model(inputs.tokens, inputs.positions, attention)
-        if chunks:
+        if inputs.num_chunks:
             hidden = hidden.index_select(0, inputs.last_tokens)
         if len(hidden):
-            output_logits(self.model, hidden, out=self.logits[: len(hidden)])
+            self.model.wide_logits(hidden, out=self.logits[: len(hidden)])
 
 
-class Graph:
-    """A captured step that only decodes.
+def pages_that_fit(
+    config: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Returns how many KV pages fit: MEMORY_SHARE of the free memory, over the bytes of a page.
 
-    The graphs share one memory pool, so they must replay on one stream, one after the other.
+    Call it after `warm_up`: torch then holds the memory of weights, inputs, logits, scratch and of
+    what a step allocates, so none of it is free. The rest of the share is for the graphs, which
+    hold the intermediate results of one decode step, and for the fragments of torch's memory.
     """
-
-    def __init__(self, runner: ModelRunner, rows: int):
-        self._graph = torch.cuda.CUDAGraph()
-        pool = next((other._graph.pool() for other in runner.graphs.values()), None)
-        # thread_local: what another thread calls, a trainer's, does not break the capture
-        with torch.cuda.graph(
-            self._graph,
-            pool=pool,
-            stream=runner.capture_stream,
-            capture_error_mode="thread_local",
-        ):
-            runner._forward(runner._inputs.decodes(rows))
-
-    def replay(self) -> None:
-        """Computes the step again."""
-        self._graph.replay()
+    available = MEMORY_SHARE * free_memory(device)
+    return max(1, int(available / page_bytes(config, page_size, dtype)))
 
 
 def graph_sizes(max_running: int) -> list[int]:

@@ -1,9 +1,10 @@
 """Decides what each step computes: admission, preemption, and the release of pages. No torch.
 
-Every step first decodes all running requests that are past their prefill, and spends the rest of
-`max_batch_tokens` on prefill, in chunks. Admission is optimistic: a request is admitted when its
-present tokens fit, whatever its max_tokens. When pages run out, the newest sequence loses its
-pages, whether it runs or waits for a tool. It is computed again later, mostly from indexed pages.
+Every step first decodes all running requests of which only the last id has no KV, and spends the
+rest of `max_batch_tokens` on prefill, in chunks. Admission is optimistic: a request is admitted
+when its present tokens fit, whatever its max_tokens. When pages run out, the newest sequence loses
+its pages, whether it runs or waits for a tool. It is computed again later, mostly from indexed
+pages.
 
 A prefix that prompts share is prefilled once. A request waits while a running prefill is about to
 write its next full page, then takes the indexed pages and computes what is left.
@@ -35,12 +36,19 @@ class Chunk:
 class Batch:
     """What one step computes: one token of each request in `decodes`, then the chunks.
 
-    `failed` has the errors of requests that could not be admitted.
+    unread: how many ids of each decode the step before draws and the host has not read: 1 in a step
+    that is planned ahead, else 0. `failed` has the errors of requests that could not be admitted.
     """
 
     decodes: list[Request] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
+    unread: int = 0
     failed: dict[Request, Exception] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """True if there is nothing to compute."""
+        return not (self.decodes or self.prefills)
 
     @property
     def sampled(self) -> list[Request]:
@@ -70,10 +78,11 @@ class _Admission:
 class Scheduler:
     """Schedules the steps. A request is waiting, running, or finished and in neither queue.
 
-    Invariant (tests/invariants.py): `running` is in order of age, which is the sequence's;
-    `waiting` is in order of admission. `parked` has the sequence of each session between turns. A
+    Invariant (tests/invariants.py): `running` is in order of arrival, the oldest first, and
+    `waiting` in order of admission. `parked` has the sequence of each session between turns. A
     waiting request holds no pages but those of a parked session.
 
+    max_running: requests that run at a time, no more than max_batch_tokens.
     mixed_prefill: tokens of prefill at most in a step that also decodes, so that no running request
     waits for long. None: max_batch_tokens alone bounds them.
     """
@@ -87,20 +96,22 @@ class Scheduler:
     ):
         self.blocks = blocks
         self.max_batch_tokens = max_batch_tokens
-        self.max_running = min(max_running, max_batch_tokens)
+        self.max_running = max_running
         self.mixed_prefill = mixed_prefill
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.parked: set[Sequence] = set()
         self.preemptions = 0
-        # Read by `schedule_ahead` alone. False once the first in the queue lacks rows or pages, and
-        # True again when a request is queued or pages are released.
-        self._may_admit = True
+        # The first in the queue lacked rows or pages, and since then no request was queued and no
+        # page released. Then `schedule_ahead` need not wait for it.
+        self._queue_is_stuck = False
 
     def add(self, request: Request) -> None:
-        """Queues a request: those that resume a session first, then in order of age."""
+        """Queues a request: those that resume a session first, then in order of arrival."""
+        if request.sequence.arrival < 0:
+            request.sequence.arrival = request.id
         bisect.insort(self.waiting, request, key=_admission_order)
-        self._may_admit = True
+        self._queue_is_stuck = False
 
     def schedule(self) -> Batch:
         """Returns the next step and takes its pages. Nothing counts as computed before `commit`."""
@@ -110,7 +121,7 @@ class Scheduler:
         if batch.decodes and self.mixed_prefill:
             budget = min(budget, self.mixed_prefill)
         for request in self.running:
-            if request.remaining > 1 and budget > 0:
+            if not request.is_decoding and budget > 0:
                 budget -= self._add_chunk(batch, request, budget)
         self._admit_waiting(batch, budget)
         return batch
@@ -124,16 +135,16 @@ class Scheduler:
         """
         sampled = batch.sampled
         going_on = [r for r in sampled if len(r.ids) + 1 < r.limit]  # the unknown token counted
-        # Those that are sampled are running: as many of both leave none in the middle of prefill.
-        none_in_prefill = len(sampled) == len(self.running)
-        if not going_on or not none_in_prefill or (self.waiting and self._may_admit):
+        still_in_prefill = len(self.running) - len(sampled)  # all that are sampled are running
+        could_admit = self.waiting and not self._queue_is_stuck
+        if not going_on or still_in_prefill or could_admit:
             return None
         missing = sum(self.blocks.missing(r.sequence, len(r.ids) + 1) for r in going_on)
         if missing > self.blocks.available:
             return None
         for request in going_on:
             self.blocks.grow(request.sequence, len(request.ids) + 1)
-        return Batch(decodes=going_on)
+        return Batch(decodes=going_on, unread=1)
 
     def commit(self, batch: Batch) -> None:
         """Records that the step has been computed. Call it before its tokens are accepted."""
@@ -150,9 +161,9 @@ class Scheduler:
         """Ends a session: its pages become idle."""
         self.parked.discard(sequence)
         self.blocks.release(sequence)
-        self._may_admit = True
+        self._queue_is_stuck = False
 
-    def reset(self, weight_version: int) -> None:
+    def reset(self) -> None:
         """Empties the cache: running requests and sessions will compute their KV anew."""
         for request in list(self.running):
             self._requeue(request)
@@ -160,7 +171,7 @@ class Scheduler:
             self.close(sequence)
         for request in self.waiting:  # an interrupted admission may have left pages
             self.blocks.release(request.sequence)
-        self.blocks.clear(weight_version)
+        self.blocks.clear()
 
     # Running requests.
 
@@ -169,7 +180,7 @@ class Scheduler:
         position = 0
         while position < len(self.running):
             request = self.running[position]
-            if request.remaining == 1:
+            if request.is_decoding:
                 if not self._make_room(request):
                     continue  # it was the newest and has been preempted itself
                 batch.decodes.append(request)
@@ -182,7 +193,7 @@ class Scheduler:
         """
         while not self.blocks.grow(request.sequence, len(request.ids)):
             newest = self.running[-1]
-            if self._revoke_parked(newer_than=newest.sequence.age):
+            if self._revoke_parked(newer_than=newest.sequence.arrival):
                 continue
             self.preemptions += 1
             self._requeue(newest)
@@ -191,9 +202,9 @@ class Scheduler:
         return True
 
     def _revoke_parked(self, newer_than) -> bool:
-        """Takes the newest parked session's pages. False if none is newer than that age."""
-        sequence = max(self.parked, key=lambda parked: parked.age, default=None)
-        if sequence is None or sequence.age <= newer_than:
+        """Takes the newest parked session's pages. False if none came after that arrival."""
+        sequence = max(self.parked, key=lambda parked: parked.arrival, default=None)
+        if sequence is None or sequence.arrival <= newer_than:
             return False
         self.close(sequence)
         return True
@@ -201,7 +212,7 @@ class Scheduler:
     def _add_chunk(self, batch, request, budget) -> int:
         """Adds the next chunk of a prefill, and returns how many tokens it has."""
         start = request.sequence.num_computed
-        count = min(request.remaining, budget)
+        count = min(request.uncomputed, budget)
         is_last = (start + count) == len(request.ids)
         batch.prefills.append(Chunk(request, start, start + count, is_last))
         return count
@@ -214,11 +225,11 @@ class Scheduler:
             return
         admission = _Admission(batch, budget, coming_pages=set())
         for request in self.running:
-            if request.remaining > 1:
+            if not request.is_decoding:
                 self._note_coming_page(admission, request)
         for request in list(self.waiting):
             if len(self.running) >= self.max_running:
-                self._may_admit = False
+                self._queue_is_stuck = True
                 return
             if admission.budget <= 0:
                 return
@@ -228,7 +239,7 @@ class Scheduler:
                     self.blocks.release(request.sequence)
                     continue
                 if not self._take_pages(request):
-                    self._may_admit = False
+                    self._queue_is_stuck = True
                     return
                 self._start(admission, request)
             except Exception as error:  # a fault of one request's must not stop the others
@@ -251,30 +262,40 @@ class Scheduler:
     def _take_pages(self, request) -> bool:
         """Takes pages for all present tokens, and leaves one for each running request.
 
-        Newer parked sessions give way. If no request runs, all parked sessions do, so that every
-        request is served in the end. Returns False if that is too little: the request waits on.
+        Returns False if there are too few. The request then waits on, and keeps the pages of its
+        session.
         """
-        sequence = request.sequence
-        self.parked.discard(sequence)
-        newer_than = sequence.age if self.running else -1  # -1: all parked sessions give way
-        length = len(request.ids)
-        missing = self.blocks.missing(sequence, length)
-        while self.blocks.available < missing + len(self.running):
+        sequence, length = request.sequence, len(request.ids)
+        self.parked.discard(sequence)  # its own pages do not give way
+        if self._make_available(
+            self.blocks.missing(sequence, length) + len(self.running), sequence
+        ):
+            return self.blocks.grow(sequence, length)
+        if request.resumes and sequence.block_table:
+            self.parked.add(sequence)
+        else:
+            self.blocks.release(sequence)
+        return False
+
+    def _make_available(self, num_pages, sequence) -> bool:
+        """Takes pages of parked sessions that came after the sequence, until so many are available.
+
+        If no request runs, those that came before it give way too: every request is served in the
+        end.
+        """
+        newer_than = sequence.arrival if self.running else -1
+        while self.blocks.available < num_pages:
             if not self._revoke_parked(newer_than):
-                if request.resumes and sequence.block_table:
-                    self.parked.add(sequence)
-                else:
-                    self.blocks.release(sequence)
                 return False
-        return self.blocks.grow(sequence, length)
+        return True
 
     def _start(self, admission, request):
         """Moves a request that has its pages to the running ones, and adds what it computes."""
         self.waiting.remove(request)
-        bisect.insort(self.running, request, key=_age)
+        bisect.insort(self.running, request, key=_arrival)
         if request.cached_tokens is None:
             request.cached_tokens = request.sequence.num_computed
-        if request.remaining == 1:
+        if request.is_decoding:
             admission.batch.decodes.append(request)
             admission.budget -= 1
             return
@@ -300,14 +321,14 @@ class Scheduler:
                 queue.remove(request)
         if keep_pages:
             self.parked.add(request.sequence)
-            self._may_admit = True
+            self._queue_is_stuck = False
         else:
             self.close(request.sequence)
 
 
-def _age(request) -> int:
-    return request.sequence.age
+def _arrival(request) -> int:
+    return request.sequence.arrival
 
 
 def _admission_order(request) -> tuple[bool, int]:
-    return not request.resumes, request.sequence.age
+    return not request.resumes, request.sequence.arrival

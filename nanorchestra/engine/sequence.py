@@ -27,6 +27,7 @@ TopLogprobs = list[tuple[int, float]]  # the most probable (id, log-probability)
 GREEDY_BELOW = 1e-5  # temperature
 LARGEST_FLOAT32 = 3.4e38
 MOST_TOP_LOGPROBS = 20
+ROOT = 0  # in place of the uid of a page before the first one
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # pages, in order of position
     num_computed: int = 0  # so many ids have their KV in the pages
     num_indexed: int = 0  # so many pages, from the first on, are in the prefix index
-    last_uid: int = 0  # uid of the last of these pages; set by BlockManager.match
+    last_uid: int = ROOT  # uid of the last of these pages
     is_session: bool = False  # the sequence outlives its requests
-    age: int = -1  # id of the first request on it; the scheduler serves the oldest first
+    arrival: int = -1  # id of the first request on it, which the scheduler sets; -1: none yet
 
 
 @dataclass
@@ -179,16 +180,16 @@ class Request:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     completion: Completion | None = None
     error: Exception | None = None  # why it failed
+    prompt_tokens: int = field(init=False)
+    guide: Guide | None = field(init=False)  # its own, at the beginning of the turn
+    # A turn whose session had its KV when it came. It is admitted first, even if its pages are
+    # taken meanwhile.
+    resumes: bool = field(init=False)
 
     def __post_init__(self):
-        sequence = self.sequence
-        self.prompt_tokens = len(sequence.ids)
+        self.prompt_tokens = len(self.sequence.ids)
         self.guide = self.params.guide and self.params.guide.copy()
-        # A turn whose session had its KV when it came. It is admitted first, even if its pages are
-        # taken meanwhile.
-        self.resumes = bool(sequence.block_table)
-        if sequence.age < 0:
-            sequence.age = self.id
+        self.resumes = bool(self.sequence.block_table)
 
     @property
     def ids(self) -> list[int]:
@@ -196,9 +197,14 @@ class Request:
         return self.sequence.ids
 
     @property
-    def remaining(self) -> int:
-        """How many ids have no KV yet: 1 for a request that decodes, more for one in prefill."""
+    def uncomputed(self) -> int:
+        """How many ids have no KV yet: at least the last one."""
         return len(self.sequence.ids) - self.sequence.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if only the last id has no KV; otherwise the request is in prefill."""
+        return self.uncomputed == 1
 
     @property
     def finished(self) -> bool:

@@ -16,15 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.flash import FlashWork, Span, flash_attention, flash_work
-from kernels.paged_decode import DecodeWork, decode_attention
+from kernels.paged_decode import DecodeScratch, decode_attention
 from kernels.paged_prefill import prefill_attention
 from kernels.qk_norm_rope import qk_norm_rope_store
-from nanorchestra.model.ops import by_kernel, qk_norm_rope
+from nanorchestra.model import ops
+from nanorchestra.model.ops import qk_norm_rope
 from nanorchestra.model.rope import Rotation
 
 if TYPE_CHECKING:
@@ -45,36 +47,49 @@ class Attention(Protocol):
 
 
 @dataclass(frozen=True)
-class DecodeInputs:
-    """The first `rows` tokens of a step: the newest token of each decoding sequence."""
+class StepInputs:
+    """What a step on a GPU reads: arrays of the host, or tensors of the device, all int32.
 
-    rows: int
-    block_tables: Tensor  # int32 [rows, width]: the pages of each sequence
-    context_lens: Tensor  # int32 [rows]: keys of each sequence, the newest token's included
-    work: DecodeWork  # of kernels/paged_decode.py
+    The newest token of each sequence that decodes comes first, then chunks of prompts.
+    """
 
+    # Of every token.
+    tokens: np.ndarray | Tensor  # [T]
+    positions: np.ndarray | Tensor  # [T]
+    slots: np.ndarray | Tensor  # [T]: page * page_size + offset of its key and value; -1: nowhere
+    # Of decodes (kernels/paged_decode.py).
+    context_lens: np.ndarray | Tensor  # [decodes]: keys, that of the newest token included
+    decode_tables: np.ndarray | Tensor  # [decodes, width]: the pages of each
+    decode_items: np.ndarray | Tensor  # [items, 3]
+    num_decode_items: np.ndarray | Tensor  # [1]
+    # Of chunks (kernels/paged_prefill.py).
+    prefill_tables: np.ndarray | Tensor  # [chunks, width]: the pages of each
+    prefill_items: np.ndarray | Tensor  # [items, 4]
+    # Of a step with chunks, each row that is sampled: the index of its last token.
+    last_tokens: np.ndarray | Tensor  # [sampled]
 
-@dataclass(frozen=True)
-class PrefillInputs:
-    """The tokens of a step behind its decoding rows: chunks of prompts."""
+    @property
+    def num_decodes(self) -> int:
+        """Returns how many of the tokens, the first ones, are decodes."""
+        return len(self.context_lens)
 
-    block_tables: Tensor  # int32 [sequences, width]: the pages of each chunk's sequence
-    items: Tensor  # int32 [W, 4]: the work list of kernels/paged_prefill.py
+    @property
+    def num_chunks(self) -> int:
+        """Returns the number of chunks."""
+        return len(self.prefill_tables)
 
 
 @dataclass(frozen=True)
 class PagedAttention:
     """Attention of a step over KV pages, by Triton kernels.
 
-    k_cache, v_cache [layers, pages, Hkv, page_size, D]; slots [T] says where each token's key and
-    value are stored: page * page_size + offset, or -1 for padding.
+    k_cache, v_cache [layers, pages, Hkv, page_size, D]. scratch: of the step's decodes.
     """
 
     k_cache: Tensor
     v_cache: Tensor
-    slots: Tensor
-    decode: DecodeInputs | None
-    prefill: PrefillInputs | None
+    inputs: StepInputs
+    scratch: DecodeScratch | None
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
         """Returns attention's output [T, H, D]; stores the tokens' keys and values first."""
@@ -87,7 +102,7 @@ class PagedAttention:
             rotation.sin,
             k_cache,
             v_cache,
-            self.slots,
+            self.inputs.slots,
             layer.eps,
         )
         return self.attend(q, k_cache, v_cache)
@@ -95,37 +110,38 @@ class PagedAttention:
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Returns attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
         out = torch.empty_like(q)
-        rows = 0
-        if self.decode is not None:
-            rows = self.decode.rows
+        inputs, decodes = self.inputs, self.inputs.num_decodes
+        if decodes:
             decode_attention(
-                q[:rows],
+                q[:decodes],
                 k_cache,
                 v_cache,
-                self.decode.block_tables,
-                self.decode.context_lens,
-                self.decode.work,
-                out[:rows],
+                inputs.decode_tables,
+                inputs.context_lens,
+                inputs.decode_items,
+                inputs.num_decode_items,
+                self.scratch,
+                out[:decodes],
             )
-        if self.prefill is not None:
+        if inputs.num_chunks:
             prefill_attention(
-                q[rows:],
+                q[decodes:],
                 k_cache,
                 v_cache,
-                self.prefill.block_tables,
-                self.prefill.items,
-                out[rows:],
+                inputs.prefill_tables,
+                inputs.prefill_items,
+                out[decodes:],
             )
         return out
 
 
 @dataclass(frozen=True)
 class PagedChunk:
-    """Tokens start .. start + count of a sequence, whose block table is `pages`."""
+    """Tokens start .. start + count of a sequence, and its pages."""
 
     start: int
     count: int
-    pages: Sequence[int]
+    block_table: Sequence[int]
 
 
 class GatheredAttention:
@@ -142,7 +158,7 @@ class GatheredAttention:
         pages, offsets = [], []
         for chunk in chunks:
             for position in range(chunk.start, chunk.start + chunk.count):
-                pages.append(chunk.pages[position // page_size])
+                pages.append(chunk.block_table[position // page_size])
                 offsets.append(position % page_size)
         self._pages = torch.tensor(pages, dtype=torch.int64, device=k_cache.device)  # [T]
         self._offsets = torch.tensor(offsets, dtype=torch.int64, device=k_cache.device)  # [T]
@@ -162,7 +178,7 @@ class GatheredAttention:
         queries = q.split([chunk.count for chunk in self.chunks])
         for query, chunk in zip(queries, self.chunks, strict=True):
             end = chunk.start + chunk.count
-            pages = list(chunk.pages)
+            pages = list(chunk.block_table)
             k = k_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]  # [1, Hkv, end, D]
             v = v_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]
             mask = torch.ones(chunk.count, end, dtype=torch.bool, device=q.device)
@@ -215,7 +231,7 @@ class PackedAttention:
 
     def _make_work(self, q) -> Work:
         spans = segment_spans(self.segments)
-        if not by_kernel(q):
+        if not ops.by_kernel(q):
             return _cpu_spans(spans)
         return flash_work(spans, q.device, q.dtype)
 

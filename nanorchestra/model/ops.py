@@ -16,7 +16,11 @@ from nanorchestra.model.rope import Rotation
 
 
 def by_kernel(x: Tensor) -> bool:
-    """Returns True if Triton kernels compute with x."""
+    """Returns True if Triton kernels compute with x.
+
+    Call it as `ops.by_kernel`: the tests replace it here, to run the kernels on CPU tensors in
+    Triton's interpreter.
+    """
     return x.is_cuda
 
 

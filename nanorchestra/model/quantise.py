@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from kernels.common import wide_product
 from kernels.quantised import GROUPS, ROWS, quantised_linear
 from nanorchestra.errors import require
-from nanorchestra.model.ops import by_kernel
+from nanorchestra.model import ops
 
 MODES = {"int8": torch.int8, "int4": torch.uint8}  # uint8: two each
 LARGEST = {torch.int8: 127, torch.uint8: 7}  # magnitudes
@@ -97,7 +97,7 @@ class QuantisedLinear(nn.Module):
 
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the product without bias in dtype, x.dtype or fp32."""
-        if by_kernel(x) and len(x) <= ROWS:
+        if ops.by_kernel(x) and len(x) <= ROWS:
             return quantised_linear(x, self.values, self.scales, dtype, self.zeros)
         weight = self.dequantise(x.dtype)
         return F.linear(x, weight) if dtype == x.dtype else wide_product(x, weight.T)

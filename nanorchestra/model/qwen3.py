@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from kernels.common import wide_product
 from nanorchestra.model.attention import Attention
 from nanorchestra.model.ops import add_rms_norm, rms_norm, swiglu
 from nanorchestra.model.rope import RopeScaling, Rotation, scaled_frequencies
@@ -70,8 +71,8 @@ class SelfAttention(nn.Module):
         return self.o_proj(out.flatten(1))
 
 
-class Block(nn.Module):
-    """One decoder layer: x + attention(norm(x)), then x + SwiGLU(norm(x)).
+class DecoderLayer(nn.Module):
+    """One layer: x + attention(norm(x)), then x + SwiGLU(norm(x)).
 
     The last addition is left to the next layer, where one kernel adds and normalises: what goes
     from layer to layer is (x, residual), and their sum is the residual stream. With `recompute`
@@ -136,7 +137,9 @@ class Qwen3(nn.Module):
         table = torch.empty(config.vocab_size, config.hidden_size)
         # nn.Embedding() would draw weights, which on "meta" imports torch._dynamo, slow to import.
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.lm_head = None
         if not config.tie_word_embeddings:
@@ -172,8 +175,8 @@ class Qwen3(nn.Module):
         rotation = self.rotation(positions)
         x = self.embed_tokens(tokens)
         residual = None
-        for block in self.layers:
-            x, residual = block(x, residual, rotation, attention)
+        for layer in self.layers:
+            x, residual = layer(x, residual, rotation, attention)
         hidden, _ = add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
         return hidden
 
@@ -182,6 +185,17 @@ class Qwen3(nn.Module):
         if self.lm_head is None:
             return F.linear(hidden, self.embed_tokens.weight)
         return self.lm_head(hidden)
+
+    def wide_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns the logits of a GPU in fp32, [T, vocab]; in `out` (fp32) if that is given.
+
+        The trainer's are not rounded to 16 bits either. A head that is no nn.Linear, a quantised
+        one, has a `product` of its own.
+        """
+        if self.lm_head is None or isinstance(self.lm_head, nn.Linear):
+            return wide_product(hidden, self.output_weight.T, out)
+        logits = self.lm_head.product(hidden, torch.float32)
+        return logits if out is None else out.copy_(logits)
 
     def rope_frequencies(self, device: torch.device) -> Tensor:
         """Returns the rotary angles per position, fp32 [head_dim / 2] on `device`."""

@@ -18,14 +18,12 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import nanorchestra.engine.engine as engine_module
-import nanorchestra.model.attention as attention
-import nanorchestra.model.ops as ops
-import nanorchestra.model.quantise as quantise
 from benchmarks.gpu_parts.compile import Driver
-from nanorchestra.engine import model_runner, score
+from nanorchestra.engine import model_runner
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.guide import Guide
+from nanorchestra.engine.step_inputs import first_decodes
+from nanorchestra.model import ops, quantise
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
 VIEWS = ("view", "slice", "select", "empty", "split", "alias", "detach", "as_strided", "unsqueeze")
@@ -44,10 +42,13 @@ class FakeGraph:
 
     operations: ClassVar[set[str]] = set()  # of torch, beside the kernels, in what is captured
 
-    def __init__(self, runner, rows):
+    def __init__(self, runner, rows, stream, pool):
         COUNTS["captures"] += 1
         with Record(self.operations):
-            runner._forward(runner._inputs.decodes(rows))
+            runner._forward(first_decodes(runner._inputs, rows))
+
+    def pool(self):
+        """Nothing: it has no memory."""
 
     def replay(self):
         COUNTS["replays"] += 1
@@ -118,8 +119,7 @@ class Sometimes(Guide):
 torch.Tensor.new_empty = torch.Tensor.new_zeros
 triton.runtime.driver.set_active(Driver(90))
 triton.knobs.runtime.jit_cache_hook = compiled
-for module in (engine_module, ops, attention, quantise, score):
-    module.by_kernel = lambda x: True
+ops.by_kernel = lambda x: True
 model_runner.free_memory = lambda device: 1 << 24
 steps = int(sys.argv[1])
 model = Qwen3(ModelConfig(1000, 256, 512, 1, 8, 2, head_dim=32)).to(torch.bfloat16)
@@ -129,19 +129,18 @@ if "int8" in sys.argv:
 tokenizer = SimpleNamespace(vocab_size=997, eos_ids=(), decode=lambda ids, skip_special: "")
 serving = Engine(model, tokenizer, max_batch_tokens=512, max_running=64, max_context=2000)
 runner = serving.runner
-model_runner.Graph = FakeGraph
+model_runner.ModelRunner._captured = lambda *arguments: FakeGraph(*arguments)
 runner.warm_up()
 runner.capture()
-runner.use_graphs = True
 compiled_at_start, captures = set(COMPILED), COUNTS["captures"]
 
-make, launch, draw = runner._maker.make, runner.launch, runner.draw
+make_inputs, launch, draw = model_runner.make_inputs, runner.launch, runner.draw
 
 
-def unwatched_make(*arguments):
+def unwatched_inputs(*arguments):
     """The host's own arithmetic."""
     with _disable_current_modes(), mock.patch("torch.tensor", TENSOR):
-        return make(*arguments)
+        return make_inputs(*arguments)
 
 
 def watched_launch(batch, after=None):
@@ -150,12 +149,13 @@ def watched_launch(batch, after=None):
         return launch(batch, after)
 
 
-def watched_draw(launched, requests):
+def watched_draw(launched):
     with Watch():
-        draw(launched, requests)
+        draw(launched)
 
 
-runner._maker.make, runner.launch, runner.draw = unwatched_make, watched_launch, watched_draw
+model_runner.make_inputs = unwatched_inputs
+runner.launch, runner.draw = watched_launch, watched_draw
 rng = random.Random(0)
 while serving.stats["steps"] < steps:
     queued = len(serving.scheduler.running) + len(serving.scheduler.waiting)

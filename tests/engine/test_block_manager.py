@@ -60,7 +60,7 @@ def test_pages_of_older_weights_never_match_and_pages_are_handed_out_as_at_first
     blocks, ids = BlockManager(8, page_size=2), [1, 2, 3, 4, 5]
     blocks.release(filled(blocks, [9, 9]))
     blocks.release(filled(blocks, ids))
-    blocks.clear(1)
+    blocks.clear()
     assert matched(blocks, ids) == 0
     first = filled(BlockManager(8, page_size=2), ids)
     assert filled(blocks, ids).block_table == first.block_table

@@ -423,16 +423,16 @@ def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_t
     engine = Engine(nano_model, nano_tokenizer, num_pages=70)
     begin, end = nano_tokenizer.token_id("<tool_call>"), nano_tokenizer.token_id("</tool_call>")
     closing = [nano_tokenizer.bytes_of(i) in (b'"', b"}") for i in range(engine.vocab_size)]
-    read = engine.runner.read
+    draw = engine.runner.draw
 
-    def eager(logits, requests):
-        for row, request in zip(logits, requests, strict=True):
+    def eager(launched):
+        for row, request in zip(launched.logits, launched.requests, strict=True):
             if request.allowed_ids(engine.vocab_size) is None and begin not in request.ids:
                 row[begin] = 1e3
             row[: engine.vocab_size][closing] += 4.0
-        return read(logits, requests)
+        draw(launched)
 
-    engine.runner.read = eager
+    engine.runner.draw = eager
     names = ("calc", "search", "sea")
     guide = Guide(nano_tokenizer, Form([{"function": {"name": name}} for name in names]))
     engine.eos_ids |= {end}

@@ -16,9 +16,10 @@ from kernel_check import DEVICE
 from nanorchestra.engine import model_runner
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.guide import Guide
-from nanorchestra.engine.model_runner import graph_sizes
-from nanorchestra.engine.step_inputs import group_by_prefix
+from nanorchestra.engine.model_runner import ModelRunner, graph_sizes
+from nanorchestra.engine.step_inputs import first_decodes, group_by_prefix
 from nanorchestra.errors import UserError
+from nanorchestra.model import ops
 from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors
 from nanorchestra.model.quantise import quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -46,9 +47,7 @@ def engine(model, monkeypatch):
     """Makes engines that compute by kernels, or as on a CPU."""
 
     def make(kernels: bool = True, own: Qwen3 = model, **settings) -> Engine:
-        monkeypatch.setattr("nanorchestra.engine.engine.by_kernel", lambda x: kernels)
-        for place in ("engine.score", "model.ops", "model.attention", "model.quantise"):
-            monkeypatch.setattr(f"nanorchestra.{place}.by_kernel", lambda x: kernels)
+        monkeypatch.setattr(ops, "by_kernel", lambda x: kernels)
         options = {"num_pages": 64, "page_size": 16, "max_batch_tokens": 48, "max_running": 8}
         options |= {"max_context": 512}
         return Engine(own.to(DEVICE if kernels else "cpu"), **options | settings)
@@ -62,18 +61,20 @@ def with_graphs(engine, monkeypatch):
     replays = []
 
     class Graph:
-        def __init__(self, runner, rows):
+        def __init__(self, runner, rows, stream, pool):
             self.runner, self.rows = runner, rows
+
+        def pool(self):
+            return None
 
         def replay(self):
             replays.append(self.rows)
-            self.runner._forward(self.runner._inputs.decodes(self.rows))
+            self.runner._forward(first_decodes(self.runner._inputs, self.rows))
 
     def make(**settings) -> Engine:
-        monkeypatch.setattr(model_runner, "Graph", Graph)
+        monkeypatch.setattr(ModelRunner, "_captured", lambda *arguments: Graph(*arguments))
         made = engine(**settings)
         made.runner.capture()
-        made.runner.use_graphs = True
         return made
 
     make.replays = replays
@@ -210,7 +211,7 @@ def test_draws_and_scores_are_from_fp32_logits(engine, monkeypatch, quantise, ro
     own.forward = lambda *_: hidden
     scored = "nanorchestra.engine.score.score_tokens"
     monkeypatch.setattr(scored, lambda logits, *_: seen.append(logits) or [0.0] * len(logits))
-    serving.runner._forward(serving.runner._inputs.decodes(rows))
+    serving.runner._forward(first_decodes(serving.runner._inputs, rows))
     seen.append(serving.runner.logits)
     serving.score([[5] * rows])
     exact = hidden.double() @ weight.double().T
@@ -260,5 +261,6 @@ def test_nan_in_the_weights_is_an_error_and_pages_are_cleared(engine):
 
 def test_a_system_prompt_common_to_all_does_not_split_groups():
     bodies = [[1, 2, 3, *range(10 * g + 4, 10 * g + 14)] for g in range(5)]
-    groups = group_by_prefix([body + [1000 + i] for body in bodies for i in range(8)])
+    tables = np.array([body + [1000 + i] for body in bodies for i in range(8)], np.int32)
+    groups = group_by_prefix(tables, [14] * 40)
     assert sorted((len(rows), shared) for rows, shared in groups) == [(8, 13)] * 5

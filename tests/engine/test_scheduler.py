@@ -19,9 +19,10 @@ class FakePool:
 
     def __init__(self, blocks: BlockManager):
         self.blocks, self.slots = blocks, {}
+        self.weights = 0  # their version
 
     def _history(self, sequence: Sequence, position: int) -> tuple:
-        return self.blocks.root, tuple(sequence.ids[: position + 1])
+        return self.weights, tuple(sequence.ids[: position + 1])
 
     def write(self, sequence: Sequence, start: int, end: int) -> None:
         size = self.blocks.page_size
@@ -49,6 +50,7 @@ class World:
 
     def __init__(self, num_pages=32, page_size=4, max_batch_tokens=64, max_running=8):
         self.blocks = BlockManager(num_pages, page_size)
+        max_running = min(max_running, max_batch_tokens)
         self.scheduler = Scheduler(self.blocks, max_batch_tokens, max_running)
         self.pool = FakePool(self.blocks)
         self.log: list[tuple[list[int], list[tuple[int, int, int]]]] = []
@@ -193,7 +195,7 @@ def test_storm(seed):
     rng = random.Random(seed)
     pages, size = rng.choice((10, 24)), rng.choice((2, 3))
     world = World(pages, size, rng.choice((3, 8, 40)), rng.choice((2, 5)))
-    capacity, version = pages * size, 0
+    capacity = pages * size
     sessions = [Sequence([i % 2], is_session=True) for i in range(4)]
     turns = dict.fromkeys(range(4))  # the open turn of each session
 
@@ -215,8 +217,8 @@ def test_storm(seed):
         elif kind < 0.42 and queued:
             world.finish(rng.choice(queued), "abort")
         elif kind < 0.45:
-            version += 1
-            world.scheduler.reset(version)
+            world.pool.weights += 1
+            world.scheduler.reset()
         else:
             world.step()
         check_scheduler(world.scheduler)

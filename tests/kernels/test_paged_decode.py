@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import paged_decode, softmax
 from kernels.paged_decode import (
-    DecodeWork,
+    DecodeScratch,
     SharedPrefix,
     decode_attention,
     decode_items,
@@ -33,19 +33,19 @@ def small_tiles(monkeypatch):
 
 
 def work_of(cache, items, bounds, spare_rows=3):
-    """Returns work whose list goes on with nonsense and whose scratch is NaN."""
+    """Returns items, that go on with nonsense, their number, and scratch that is NaN."""
     rows = len(cache.context_lens) + spare_rows
     heads, dim = cache.q.shape[1:]
     capacity = np.full((len(items) + 50, 3), OUT_OF_RANGE, np.int32)
     capacity[: len(items)] = items
     splits = len(bounds) - 1
-    return DecodeWork(
-        torch.from_numpy(capacity).to(DEVICE),
-        torch.tensor([len(items)], dtype=torch.int32, device=DEVICE),
+    scratch = DecodeScratch(
         torch.tensor(bounds, dtype=torch.int32, device=DEVICE),
         poisoned(rows, splits, heads, dim, dtype=torch.float32),
         poisoned(rows, splits, heads, dtype=torch.float32),
     )
+    num_items = torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
+    return torch.from_numpy(capacity).to(DEVICE), num_items, scratch
 
 
 def items_of(cache, prefixes=(), bounds=BOUNDS, rows=slice(None)):
@@ -61,7 +61,7 @@ def attend(cache, rows=slice(None), prefixes=(), bounds=BOUNDS, items=None, spar
     work = work_of(cache, items, bounds, spare_rows)
     out = poisoned(*q.shape, dtype=q.dtype)
     inputs = q, cache.k, cache.v, cache.block_tables[rows], cache.context_lens[rows]
-    assert decode_attention(*inputs, work, out) is out
+    assert decode_attention(*inputs, *work, out) is out
     return out
 
 
@@ -255,8 +255,8 @@ def test_offsets_beyond_32_bits(generator):
     scratch = decode_scratch(3, 200, 1, 256, DEVICE)
     out = poisoned(3, 1, 256, dtype=torch.float16)
     bounds = torch.tensor(BOUNDS[:3], dtype=torch.int32, device=DEVICE)
-    work = DecodeWork(items, num_items, bounds, *scratch[1:])
-    decode_attention(q, cache, cache, block_tables, context_lens, work, out)
+    scratch = scratch._replace(bounds=bounds)
+    decode_attention(q, cache, cache, block_tables, context_lens, items, num_items, scratch, out)
     last = cache[-1:].double()
     expected = naive_decode_attention(q.double(), last, last, block_tables * 0, context_lens)
     assert_close(out, expected, POINTWISE)
@@ -356,10 +356,11 @@ def test_arguments_that_are_refused(generator):
     with pytest.raises(ValueError, match="the scratch has 1 rows; expected at least 2"):
         attend(cache, spare_rows=-1)
     with pytest.raises(ValueError, match=r"bounds has shape \[7\]; expected \[6\]"):
-        work = work_of(cache, items_of(cache), BOUNDS)
-        work = work._replace(partial=work.partial[:, :5].clone(), lse=work.lse[:, :5].clone())
+        *items, scratch = work_of(cache, items_of(cache), BOUNDS)
+        partial, lse = scratch.partial[:, :5].clone(), scratch.lse[:, :5].clone()
+        scratch = scratch._replace(partial=partial, lse=lse)
         inputs = cache.q, cache.k, cache.v, cache.block_tables, cache.context_lens
-        decode_attention(*inputs, work, torch.empty_like(cache.q))
+        decode_attention(*inputs, *items, scratch, torch.empty_like(cache.q))
     with pytest.raises(ValueError, match="a row has 30 keys; expected at most 16"):
         decode_items([20, 30], [], [0, 16], 4)
     with pytest.raises(ValueError, match="a row has fewer keys than its shared prefix"):

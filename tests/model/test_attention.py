@@ -7,13 +7,13 @@ import torch
 from kernel_check import DEVICE
 
 from kernels.paged_prefill import prefill_items
-from nanorchestra.model import attention, ops
+from nanorchestra.engine.step_inputs import empty_inputs
+from nanorchestra.model import ops
 from nanorchestra.model.attention import (
     GatheredAttention,
     PackedAttention,
     PagedAttention,
     PagedChunk,
-    PrefillInputs,
     Segment,
 )
 from nanorchestra.model.checkpoint import PRESETS
@@ -122,10 +122,14 @@ def caches(model: Qwen3) -> tuple[torch.Tensor, torch.Tensor]:
 def paged(model: Qwen3, count: int) -> PagedAttention:
     """A sequence of `count` tokens, whose prompt is prefilled in one step."""
     slots = [PAGES[position // 16] * 16 + position % 16 for position in range(count)]
-    slots = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
-    tables = torch.tensor([PAGES], dtype=torch.int32, device=DEVICE)
-    prefill = PrefillInputs(tables, prefill_items([0], [count]).to(DEVICE))
-    return PagedAttention(*caches(model), slots, None, prefill)
+    step = empty_inputs(count, 0, 0, 1, len(PAGES), torch.device(DEVICE))
+    step = replace(
+        step,
+        slots=torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+        prefill_tables=torch.tensor([PAGES], dtype=torch.int32, device=DEVICE),
+        prefill_items=prefill_items([0], [count]).to(DEVICE),
+    )
+    return PagedAttention(*caches(model), step, None)
 
 
 def hidden_states(model: Qwen3, count: int, attention) -> torch.Tensor:
@@ -135,8 +139,7 @@ def hidden_states(model: Qwen3, count: int, attention) -> torch.Tensor:
 
 
 def on_kernels(monkeypatch, answer: bool = True) -> None:
-    for module in (ops, attention):
-        monkeypatch.setattr(module, "by_kernel", lambda x: answer)
+    monkeypatch.setattr(ops, "by_kernel", lambda x: answer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -64,7 +64,7 @@ def test_forward_is_the_product_with_the_weights_rounded_once(monkeypatch, dtype
     x, weight = torch.randn(7, 256).to(dtype), holder["proj"].dequantise(torch.float32)
     expected = nn.functional.linear(x, weight.to(dtype))
     assert torch.equal(holder["proj"](x), expected)
-    monkeypatch.setattr("nanorchestra.model.quantise.by_kernel", lambda x: True)
+    monkeypatch.setattr("nanorchestra.model.ops.by_kernel", lambda x: True)
     x = x.expand(10, -1, -1).flatten(0, 1)
     expected = nn.functional.linear(x, weight.to(dtype))
     assert torch.equal(holder["proj"](x), expected)

@@ -12,7 +12,7 @@ import torch
 from groups import grouped
 from kernel_check import DEVICE
 
-from nanorchestra.model import attention, ops
+from nanorchestra.model import ops
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.training import logprobs as head
 from nanorchestra.training.distributed import Ranks, shard_model
@@ -33,8 +33,7 @@ def test_gradients_by_kernels_are_those_of_plain_pytorch(monkeypatch, nano_model
     groups = [grouped(ids(9), twins), grouped(ids(9)[:5] + [8], [single])]
     gradients = []
     for by_kernel in (False, True):
-        for module in (ops, attention):
-            monkeypatch.setattr(module, "by_kernel", lambda x, answer=by_kernel: answer)
+        monkeypatch.setattr(ops, "by_kernel", lambda x, answer=by_kernel: answer)
         model = copy.deepcopy(nano_model).to(DEVICE)
         packed = pack(groups, DEVICE)
         hidden = model(packed.tokens, packed.positions, packed.attention)[packed.source]

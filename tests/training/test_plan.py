@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanorchestra import formats
 from nanorchestra.errors import UserError
-from nanorchestra.model import attention, lora, ops
+from nanorchestra.model import lora, ops
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.checkpoint import PRESETS
 from nanorchestra.model.quantise import quantise_model
@@ -36,8 +36,7 @@ def test_activations_are_what_autograd_keeps(monkeypatch):
     The log-sum-exps, one a query head, come on top, and one number of each norm. On a CPU torch
     keeps the normalised row of each norm too.
     """
-    for module in (ops, attention):
-        monkeypatch.setattr(module, "by_kernel", lambda x: True)
+    monkeypatch.setattr(ops, "by_kernel", lambda x: True)
     shape = replace(PRESETS["nano"], hidden_size=64, intermediate_size=160, head_dim=16)
     tokens = 32
 

@@ -1,0 +1,114 @@
+"""What the engine asks of a device: launch a step, draw its tokens, read them.
+
+`CpuRunner`, or on a GPU `ModelRunner`, owns the KV pages and computes the logits of a batch. How
+tokens are drawn from them and come to the host is the same for both, and stands here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanorchestra.engine.sampler import Draws, Result, draw_tokens
+from nanorchestra.engine.scheduler import Batch
+from nanorchestra.engine.sequence import Request
+from nanorchestra.model.qwen3 import ModelConfig
+
+
+@dataclass
+class Launched:
+    """A step that is computed, or that a GPU is about to compute."""
+
+    batch: Batch
+    requests: list[Request]  # those that are sampled, in the order of the rows of logits
+    logits: Tensor  # [len(requests), vocab]; a GPU's next launch overwrites them
+    on_device: Draws | None = None  # once `Runner.draw` has been called
+    on_host: Draws | None = None  # their copy, there once `copied` has come
+    copied: torch.cuda.Event | None = None
+    errors: dict[Request, Exception] = field(default_factory=dict)  # of those without a draw
+
+
+class Runner:
+    """Computes steps over KV pages: kv_cache [2, layers, num_pages, Hkv, page_size, D], keys first.
+
+    A step k is `launch(k)`, `draw(k)`, `read(k)`. Tokens of the step before may be unread at
+    `launch(k)`, if the runner `overlaps`. They must be accepted before `draw(k)`: masks of guides
+    follow from them, and the noise from the length of the sequence. `launch(k + 1)` comes after
+    `draw(k)`.
+
+    mixed_prefill: tokens of prefill at most in a step that also decodes; None: no bound.
+    """
+
+    overlaps = False
+    mixed_prefill: int | None = None
+    kv_cache: Tensor
+
+    def __init__(self, vocab_size: int, page_size: int):
+        self.vocab_size = vocab_size  # ids that may be drawn
+        self.page_size = page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        return self.kv_cache.shape[2]
+
+    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+        """Starts a step; a GPU computes it later. `after`: the step before, if it is unread."""
+        raise NotImplementedError
+
+    def draw(self, launched: Launched) -> None:
+        """Draws the tokens of a step, and starts their copy to the host.
+
+        A request whose guide raises has that error in place of a token. Rows of requests that have
+        ended since the launch are drawn too, and ignored.
+        """
+        requests = launched.requests
+        if not requests:  # chunks in the middle of prompts
+            return
+        masks: list[np.ndarray | None] = []
+        for request in requests:
+            mask = None
+            try:
+                if not request.finished:
+                    mask = request.allowed_ids(self.vocab_size)
+            except Exception as error:
+                launched.errors[request] = error
+            masks.append(mask)
+        launched.on_device = draw_tokens(
+            launched.logits,
+            self.vocab_size,
+            [request.params for request in requests],
+            [len(request.ids) for request in requests],
+            masks,
+        )
+        launched.on_host = launched.on_device.to_host()
+        if launched.logits.is_cuda:
+            launched.copied = torch.cuda.Event()
+            launched.copied.record()
+
+    def read(self, launched: Launched) -> dict[Request, Result]:
+        """Waits for the draws of a step; a request that cannot be drawn has its error."""
+        if not launched.requests:
+            return {}
+        if launched.copied is not None:
+            launched.copied.synchronize()
+        draws = launched.on_host.listed([request.params for request in launched.requests])
+        return dict(zip(launched.requests, draws, strict=True)) | launched.errors
+
+    def wait(self) -> None:
+        """Waits for everything that was launched."""
+
+
+def kv_shape(config: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
+    """Returns the shape of a KV cache of so many pages."""
+    layers, kv_heads = config.num_hidden_layers, config.num_key_value_heads
+    return 2, layers, num_pages, kv_heads, page_size, config.head_dim
+
+
+def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of a page: keys and values of page_size positions in all layers."""
+    return math.prod(kv_shape(config, 1, page_size)) * dtype.itemsize
