@@ -149,10 +149,10 @@ class Completion:
     """A finished request.
 
     token_ids are all sampled ids, a stop id included. logprobs and weight_versions have one entry
-    for each: its log-probability under the distribution it was drawn from, and the version of the
-    weights that drew it. cached_tokens: prompt tokens whose KV did not have to be computed. text:
-    the ids decoded without special tokens. finish_reason: "stop" (a stop id), "length" (a limit),
-    "abort", or "error" (`Request.error` says which).
+    for each: its log-probability under the distribution it was drawn from (greedy: temperature 1),
+    and the version of the weights that drew it. cached_tokens: prompt tokens whose KV did not have
+    to be computed. text: the ids decoded without special tokens. finish_reason: "stop" (a stop id),
+    "length" (a limit), "abort", or "error" (`Request.error` says which).
     """
 
     prompt_tokens: int

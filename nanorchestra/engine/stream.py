@@ -10,8 +10,9 @@ class TurnStream:
     """Gives the deltas of one turn: (kind, text) of kind "reasoning", "content" or "tool_call".
 
     A call is given whole; the k-th is `parser.calls[k]`. Joined, the deltas are what `chat.parse`
-    gives for the whole turn. Without `calls`, a tag of a call is content; what is no turn of a
-    `chat` is content throughout. With `thinks` the turn begins within its reasoning.
+    gives for the whole turn, but for special tokens within it, which they leave out. Without
+    `calls`, a tag of a call is content; what is no turn of a `chat` is content throughout. With
+    `thinks` the turn begins within its reasoning.
     """
 
     def __init__(
