@@ -125,7 +125,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, pre: str, vocab_size: int) -> dict:
         "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in ids],
         "tokenizer.ggml.token_type": [types.get(i, 1 if i in texts else 5) for i in ids],
         "tokenizer.ggml.merges": [" ".join(merge) for merge in backend["model"]["merges"]],
-        "tokenizer.ggml.eos_token_id": tokenizer.im_end,
+        "tokenizer.ggml.eos_token_id": tokenizer.end_of_turn,
         "tokenizer.chat_template": own and own.template,
         "tokenizer.ggml.bos_token_id": tokenizer.token_id(own.bos) if own and own.bos else None,
     }

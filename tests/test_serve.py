@@ -275,7 +275,7 @@ def test_a_conversation_sees_what_was_said_in_the_cache(sandbox, tmp_path, capsy
     terminal = Terminal(rollout, OpenQuestions([spy()]), "", 0, io.StringIO())
     first = terminal.ask("My name is Ada.")
     second = terminal.ask("What is my name?")
-    end = [rollout.tokenizer.im_end] * (first.ids[-1] != rollout.tokenizer.im_end)
+    end = [rollout.tokenizer.end_of_turn] * (first.ids[-1] != rollout.tokenizer.end_of_turn)
     asked = chat.encode_reply(rollout.tokenizer, "user", ["What is my name?"])
     assert second.ids[: second.prompt_length] == first.ids + end + asked
     follow_up = cached[len(first.turns)]

@@ -117,7 +117,7 @@ class Guide:
 def _llguidance_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
     """Returns llguidance's form of a tokenizer, built once."""
     backend, size = tokenizer.backend.to_str(), tokenizer.vocab_size
-    return LLTokenizer(backend, n_vocab=size, eos_token=tokenizer.im_end)
+    return LLTokenizer(backend, n_vocab=size, eos_token=tokenizer.end_of_turn)
 
 
 @lru_cache(CACHED)

@@ -88,11 +88,11 @@ def load_model(
 
 
 def with_chat(tokenizer: Tokenizer, directory: Path) -> Tokenizer:
-    """Returns the tokenizer, without Qwen3's markers with the directory's own chat. UserError."""
+    """Gives a tokenizer without Qwen3's markers the directory's own chat; returns it. UserError."""
     if not tokenizer.markers:
         from nanorchestra.formats.template import ForeignChat
 
-        tokenizer.chat_by(ForeignChat(tokenizer, directory))
+        tokenizer.own_chat = ForeignChat(tokenizer, directory)
     return tokenizer
 
 

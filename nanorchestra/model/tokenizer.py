@@ -1,8 +1,8 @@
-"""Text to ids and back: any byte-level BPE, the training of one of Qwen's kind, UTF-8 streaming.
+"""Text to ids and back: any byte-level BPE, and the training of one of Qwen's kind.
 
-Two encoders share one BPE model. One knows the added tokens (`<|im_end|>`, `<think>`, ...); the
-other does not, so no text from users and tools can forge a marker. Ids become text through a table
-of bytes, so a character that is split over several ids is never emitted in part.
+Two encoders share one BPE model. `backend` knows the added tokens (`<|im_end|>`, `<think>`, ...);
+`encode` does not, so no text from users and tools can forge a marker. Ids become bytes through a
+table, and bytes text, so a character that is split over several ids is never decoded in part.
 """
 
 from __future__ import annotations
@@ -25,20 +25,33 @@ QWEN3 = read_toml(Path(__file__).with_name("tokens.toml"))
 SPECIAL_TOKENS, TEXT_TOKENS = QWEN3["special"], QWEN3["text"]  # `skip_special` drops the first
 ADDED_TOKENS = SPECIAL_TOKENS + TEXT_TOKENS
 COMPANIONS = ("tokenizer_config.json", "chat_template.jinja")
-# Byte-level BPE spells a byte as one character: itself if printable, else the next from U+0100 on.
-_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-_PRINTABLE_FIRST = sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET)
-_BYTES = dict(zip(_ALPHABET, _PRINTABLE_FIRST, strict=True))
-_ALPHABET_OF = {byte: c for c, byte in _BYTES.items()}
-_ASCII = [*b"\n", *range(0x20, 0x7F)]  # SmolLM2 lacks some bytes beyond
-_CACHED = 4096  # entries of the cache of encoded texts, and the most characters of an entry
+CONFIG = json.dumps(QWEN3["config"], indent=2) + "\n"  # a tokenizer_config.json
+ASCII = [*b"\n", *range(0x20, 0x7F)]  # SmolLM2 lacks some bytes beyond
+CACHED = 4096  # entries of the cache of encoded texts, and the most characters of an entry
 
 
-class Chat(Protocol):
-    """Writes the prompts of a chat format that is not Qwen3's; formats/template.py has it."""
+def bytes_to_unicode() -> dict[int, str]:
+    """Returns how byte-level BPE spells each byte, as one character (GPT-2).
 
-    bos_ids: list[int]  # begin a prompt that is text
-    eos_ids: tuple[int, ...]  # end a turn
+    A printable one stands for itself; the others take the characters from U+0100 on in turn.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    characters = {byte: chr(byte) for byte in printable}
+    for byte in range(256):
+        if byte not in characters:
+            characters[byte] = chr(0x100 + len(characters) - len(printable))
+    return characters
+
+
+CHARACTERS = bytes_to_unicode()
+BYTES = {character: byte for byte, character in CHARACTERS.items()}
+
+
+class ForeignFormat(Protocol):
+    """A chat format that is not Qwen3's: formats/template.py has it."""
+
+    bos_ids: list[int]
+    eos_ids: tuple[int, ...]
     reads_calls: bool  # takes tools, and has models write calls as Qwen's do
 
     def encode(
@@ -50,41 +63,44 @@ class Chat(Protocol):
 class Tokenizer:
     """A byte-level BPE tokenizer.
 
-    `vocab_size` is 1 + the largest id; `eos_ids` end a turn, first among them `im_end`. `markers`:
-    it has Qwen3's chat and tool tokens, so chat.py writes its prompts. Without them `chat_by` says
-    what does, and what ends a turn. `bos_ids` begin a prompt that is text. `backend` also reads
-    markers in text.
+    `vocab_size` is 1 + the largest id. `markers`: it has Qwen3's chat and tool tokens, so chat.py
+    writes its prompts. Without them `own_chat` does, if a door has set it (formats/load.py), and
+    says which ids begin a text and end a turn. `backend` also reads markers in text.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, source: str = "tokenizer.json") -> None:
-        """Takes what tokenizer.json holds; UserError, naming `source`, if it is not byte-level."""
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        source: str = "tokenizer.json",
+        companions: dict[str, str] | None = None,
+    ) -> None:
+        """Takes what tokenizer.json holds; UserError, naming `source`, if it is not byte-level.
+
+        companions: the contents of other files that `save` writes beside it, by their names.
+        """
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.source = backend, source
-        added = backend.get_added_tokens_decoder()  # id -> AddedToken
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.companions = {"tokenizer_config.json": CONFIG} | (companions or {})
+        self.markers = not lacking_markers(backend)
+        self.own_chat: ForeignFormat | None = None
+
         self._ids = backend.get_vocab(with_added_tokens=True)
-        lacking = [chr(byte) for byte in _ASCII if _ALPHABET_OF[byte] not in self._ids]
+        lacking = [chr(byte) for byte in ASCII if CHARACTERS[byte] not in self._ids]
         require(
             not lacking,
             f"{source}: model.vocab lacks {len(lacking)} bytes of ASCII, such as {lacking[:1]}; "
             "expected a byte-level BPE",
         )
+        self._plain = _without_added_tokens(backend)
+        self._cached = lru_cache(CACHED)(self._encode)
+
+        added = backend.get_added_tokens_decoder()  # id -> AddedToken
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = 1 + max(self._ids.values())
         self._bytes = [b""] * self.vocab_size
         for token, i in self._ids.items():
-            self._bytes[i] = token.encode() if i in added else bytes(_BYTES[c] for c in token)
-        self._plain = _without_added_tokens(backend)
-        self.markers = not lacking_markers(backend)
-        self.own_chat: Chat | None = None
-        self.eos_ids: tuple[int, ...] = ()
-        self.im_end, self.bos_ids = -1, []
-        if self.markers:
-            self.eos_ids = self.token_id("<|im_end|>"), self.token_id("<|endoftext|>")
-            self.im_end = self.eos_ids[0]
-        config = json.dumps(QWEN3["config"], indent=2) + "\n"
-        self._companions = {"tokenizer_config.json": config}
-        self._cached = lru_cache(_CACHED)(self._encode)
+            self._bytes[i] = token.encode() if i in added else bytes(BYTES[c] for c in token)
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -101,22 +117,34 @@ class Tokenizer:
             beside = file.with_name(companion)
             if beside.exists():
                 companions[companion] = read_text(beside)
-        tokenizer = cls(backend, str(file))
-        tokenizer._companions |= companions
-        return tokenizer
+        return cls(backend, str(file), companions)
 
-    def chat_by(self, chat: Chat) -> None:
-        """Takes what writes the prompts of a tokenizer without Qwen3's markers."""
-        self.own_chat, self.bos_ids = chat, chat.bos_ids
-        self.eos_ids, self.im_end = chat.eos_ids, chat.eos_ids[0]
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Returns the ids that end a turn; none without markers and a chat of its own."""
+        if self.own_chat is not None:
+            return self.own_chat.eos_ids
+        if self.markers:
+            return self.token_id("<|im_end|>"), self.token_id("<|endoftext|>")
+        return ()
+
+    @property
+    def end_of_turn(self) -> int:
+        """Returns the first of `eos_ids`, which a prompt has behind a turn; -1 without any."""
+        return self.eos_ids[0] if self.eos_ids else -1
+
+    @property
+    def bos_ids(self) -> list[int]:
+        """Returns the ids that begin a prompt that is text."""
+        return [] if self.own_chat is None else self.own_chat.bos_ids
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, none of them an added token's."""
-        return list(self._cached(text) if len(text) <= _CACHED else self._encode(text))
+        return list(self._cached(text) if len(text) <= CACHED else self._encode(text))
 
     def _encode(self, text) -> list[int]:
         try:
-            if len(text) > _CACHED:  # other threads go on meanwhile, unlike in `encode`
+            if len(text) > CACHED:  # encode_batch, unlike encode, releases the GIL
                 return self._plain.encode_batch([text])[0].ids
             return self._plain.encode(text).ids
         except (TypeError, UnicodeEncodeError):  # half a surrogate pair, which JSON can bring
@@ -154,7 +182,7 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         """Writes the files that transformers' AutoTokenizer loads into the directory `path`."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        files = {"tokenizer.json": self.backend.to_str(pretty=True) + "\n", **self._companions}
+        files = {"tokenizer.json": self.backend.to_str(pretty=True) + "\n", **self.companions}
         for name, text in files.items():
             write_whole(Path(path) / name, text)
 
@@ -173,7 +201,8 @@ def lacking_markers(backend: tokenizers.Tokenizer) -> list[str]:
 def _without_added_tokens(backend) -> tokenizers.Tokenizer:
     """Returns the same BPE without added tokens, so that no text becomes one.
 
-    Some vocabularies hold their added tokens too. Those that text could reach are left out.
+    Some vocabularies hold their added tokens too. Those that text could reach are left out: with
+    `ignore_merges`, as in Llama 3, the text "<|eot_id|>" would be one word of such a vocabulary.
     """
     added = [token.content for token in backend.get_added_tokens_decoder().values()]
     unsplit = tokenizers.Tokenizer(backend.model)
@@ -208,7 +237,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(ADDED_TOKENS),
         min_frequency=2,
-        initial_alphabet=_ALPHABET,
+        initial_alphabet=sorted(BYTES),
         special_tokens=[],
         show_progress=False,
     )

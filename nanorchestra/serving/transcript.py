@@ -37,8 +37,8 @@ class Transcript:
         if not self.tokenizer.markers:
             return
         self.ids = attempt.ids[len(self._head(env)) :]
-        if self.ids[-1:] != [self.tokenizer.im_end]:
-            self.ids.append(self.tokenizer.im_end)
+        if self.ids[-1:] != [self.tokenizer.end_of_turn]:
+            self.ids.append(self.tokenizer.end_of_turn)
 
     def note(self, question: str, answer: str) -> None:
         """Adds a question that stands alone, and its answer; no attempt continues it."""

@@ -33,7 +33,7 @@ def test_a_trajectory_records_ids_calls_costs_and_latencies(nano_tokenizer):
     assert [i for i, sampled in enumerate(t.sampled) if sampled] == places and len(t.turns) == 2
     for i, sampled in enumerate(t.sampled):
         assert (t.logprobs[i], t.weight_versions[i]) == ((-0.5, 3) if sampled else (0.0, -1))
-    assert all(t.ids[turn.end - 1] == nano_tokenizer.im_end for turn in t.turns)
+    assert all(t.ids[turn.end - 1] == nano_tokenizer.end_of_turn for turn in t.turns)
     between = nano_tokenizer.decode(t.ids[t.turns[0].end : t.turns[1].start])
     response = "<|im_start|>user\n<tool_response>\nhi\n</tool_response><|im_end|>"
     assert between == f"\n{response}\n<|im_start|>assistant\n"

@@ -103,7 +103,7 @@ def test_a_policy_that_draws_at_random_writes_only_calls_that_can_be_run(
             held.advance(ids[-1])
             length += 1
             assert length < at_ease + 500
-    turn = chat.parse(tokenizer, [*ids, tokenizer.im_end])
+    turn = chat.parse(tokenizer, [*ids, tokenizer.end_of_turn])
     assert len(turn.calls) == 2 and turn.well_formed and turn.content == ""
     for call in turn.calls:
         assert call.name in names and list(json.loads(call.raw)) == ["name", "arguments"]

@@ -238,7 +238,7 @@ def test_tokenizers_come_back_from_a_file_and_from_transformers(
     path = write_gguf(tmp_path / "model.gguf", model, "Q8_0", original, pre=pre)
     _, tokenizer = load_model(path)
     assert tokenizer.vocab_size == original.vocab_size
-    assert (tokenizer.im_end, tokenizer.bos_ids) == (original.im_end, original.bos_ids)
+    assert (tokenizer.end_of_turn, tokenizer.bos_ids) == (original.end_of_turn, original.bos_ids)
     if kind:
         assert tokenizer.own_chat.template == template
     added = tokenizer.backend.get_added_tokens_decoder()

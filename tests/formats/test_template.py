@@ -78,7 +78,7 @@ def test_transformers_gives_the_same_ids(tokenizers, name, tmp_path):
     tokenizer.save(tmp_path)
     reference = AutoTokenizer.from_pretrained(tmp_path)
     assert (reference.eos_token_id, reference.bos_token) == (
-        tokenizer.im_end,
+        tokenizer.end_of_turn,
         tokenizer.own_chat.bos,
     )
 

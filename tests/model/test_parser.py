@@ -82,7 +82,7 @@ def test_a_plain_turn(tokenizer):
     assert turn(" \n<think>hm</think>ok") == ParsedTurn("hm", "ok", ())
     for text in ("", "Paris.", "a <thi", "<thi"):
         assert turn(text) == ParsedTurn("", text, ())
-    for stop in ([], [tokenizer.im_end], [tokenizer.eos_ids[1]]):
+    for stop in ([], [tokenizer.end_of_turn], [tokenizer.eos_ids[1]]):
         assert parse(tokenizer, tokenizer.encode("ok") + stop) == ParsedTurn("", "ok", ())
 
 

@@ -53,7 +53,7 @@ def test_added_tokens_are_those_of_qwen3_in_its_order(tokenizer):
     assert tokenizer.vocab_size == 330
     first = 330 - len(ADDED)
     assert tokenizer.eos_ids == (first + 2, first) and len(ADDED) == 26
-    assert (tokenizer.im_end, tokenizer.token_id("</tool_call>")) == (first + 2, first + 15)
+    assert (tokenizer.end_of_turn, tokenizer.token_id("</tool_call>")) == (first + 2, first + 15)
     added = tokenizer.backend.get_added_tokens_decoder()
     assert added.keys() == set(range(first, tokenizer.vocab_size))
     for offset, token in enumerate(ADDED):
@@ -66,7 +66,9 @@ def test_transformers_gives_the_same_ids_and_text(tokenizer, saved):
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(saved)
-    assert len(reference) == tokenizer.vocab_size and reference.eos_token_id == tokenizer.im_end
+    assert (
+        len(reference) == tokenizer.vocab_size and reference.eos_token_id == tokenizer.end_of_turn
+    )
 
     @QUICK
     @given(text=TEXTS)

@@ -63,7 +63,7 @@ def test_a_chat_follows_the_models_own_template_and_ends_at_its_eos(start):
     (choice,) = answer.choices
     assert answer.prompt_token_ids == chat.encode(tokenizer, [{"role": "user", "content": "!say"}])
     assert choice.message.content == "Answer: fourty-two, or so." and choice.finish_reason == "stop"
-    assert choice.token_ids[-1] == tokenizer.im_end
+    assert choice.token_ids[-1] == tokenizer.end_of_turn
     assert len(choice.logprobs.content) == len(choice.token_ids) == answer.usage.completion_tokens
     chunks = [chunk.choices[0] for chunk in ask(running, "!say", stream=True)]
     assert "".join(c.delta.content or "" for c in chunks) == choice.message.content
