@@ -204,7 +204,7 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """True if only the last id has no KV; otherwise the request is in prefill."""
-        return self.uncomputed == 1
+        return len(self.sequence.ids) - self.sequence.num_computed == 1
 
     @property
     def finished(self) -> bool:

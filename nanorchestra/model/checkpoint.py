@@ -37,7 +37,7 @@ NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled ch
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # the most in one file
-STORED = QuantisedLinear, PackedLinear  # they hold a matrix in a form of their own
+OWN_FORM = QuantisedLinear, PackedLinear  # they hold a matrix in a form of their own, in memory
 BASE = ".base"  # in the name of a matrix that has an adapter
 
 
@@ -286,7 +286,7 @@ def open_tensors(file: Path) -> Any:
 
 
 @dataclass
-class Slot:
+class Target:
     """Where a tensor goes: these rows of each holder, a parameter or a module that is no nn.Linear.
 
     Tied embeddings go to two holders in a packed model.
@@ -306,28 +306,30 @@ def copy_weights(
     `source`, for a name or shape that the model does not have, and for a parameter that is not
     among the pairs.
     """
-    slots = {}
+    targets = {}
     for name, holder, (count, *columns) in _holders(model):
         for part, rows in hf_rows(model.config, name, count):
             shape = [rows.stop - rows.start, *columns]
-            slots.setdefault(part, Slot(shape, rows, [])).holders.append(holder)
-    missing = set(slots)
+            targets.setdefault(part, Target(shape, rows, [])).holders.append(holder)
+    missing = set(targets)
     for name, tensor in tensors:
-        if name == "lm_head.weight" and name not in slots:
+        if name == "lm_head.weight" and name not in targets:
             continue  # tied: the same matrix comes as the embeddings
-        slot, shape = slots.get(name), list(tensor.shape)
-        require(slot, f"{source}: {name}: the model has no such tensor")
-        require(shape == slot.shape, f"{source}: {name} has shape {shape}; expected {slot.shape}")
-        for holder in slot.holders:
+        target, shape = targets.get(name), list(tensor.shape)
+        require(target, f"{source}: {name}: the model has no such tensor")
+        require(
+            shape == target.shape, f"{source}: {name} has shape {shape}; expected {target.shape}"
+        )
+        for holder in target.holders:
             if isinstance(holder, Tensor):
                 values = tensor.widened() if isinstance(tensor, FourBit) else tensor
-                fill(holder, values, slot.rows.start)
+                fill(holder, values, target.rows.start)
             else:
-                holder.write(slot.rows, tensor)
+                holder.write(target.rows, tensor)
         missing.discard(name)
     if missing:
         name = min(missing)
-        raise UserError(f"{source}: {name} of shape {slots[name].shape} is missing")
+        raise UserError(f"{source}: {name} of shape {targets[name].shape} is missing")
 
 
 def named_hf_tensors(
@@ -339,7 +341,7 @@ def named_hf_tensors(
     with an adapter (lora.py) is merged, and a sharded one is gathered, so all ranks must iterate
     together. Raises UserError for a quantised model without adapters and a packed one.
     """
-    adapted = all(name.endswith(BASE) for name, _ in linears(model, STORED))
+    adapted = all(name.endswith(BASE) for name, _ in linears(model, OWN_FORM))
     require(adapted, "a quantised or packed model can be neither trained nor saved")
     for name, holder, shape in _holders(model):
         parts = hf_rows(model.config, name, shape[0])
@@ -352,10 +354,10 @@ def named_hf_tensors(
 
 
 def _holders(model) -> Iterator[tuple[str, Any, list[int]]]:
-    """Yields (name, holder, shape) of what holds weights: parameters, and matrices as STORED."""
+    """Yields (name, holder, shape) of what holds weights: parameters, and matrices as OWN_FORM."""
     for name, parameter in model.named_parameters():
         yield name, parameter, list(parameter.shape)
-    for name, module in linears(model, STORED):
+    for name, module in linears(model, OWN_FORM):
         if name == "lm_head" and model.config.tie_word_embeddings:
             name = "embed_tokens"
         yield f"{name}.weight", module, [module.out_features, module.in_features]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -194,6 +195,15 @@ def test_score_gives_the_log_probabilities_of_given_ids(model):
     assert engine.score([]) == [] and engine.score([[5]]) == [[]]
     with pytest.raises(UserError, match="513 tokens"):
         engine.score([[1] * 513])
+
+
+def test_a_tokenizer_that_names_no_end_of_a_turn_leaves_that_of_the_model():
+    class Endless(Letters):
+        eos_ids = ()
+
+    model = Qwen3(replace(CONFIG, eos_token_ids=(3, 4)))
+    assert Engine(model, Endless(), num_pages=9).eos_ids == {3, 4}
+    assert Engine(model, Letters(), num_pages=9).eos_ids == {59}
 
 
 def test_requests_in_flight_go_on_with_new_weights():
