@@ -209,5 +209,9 @@ class Qwen3(nn.Module):
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Returns the rotation of positions, integers [T]."""
-        frequencies = self.rope_frequencies(positions.device)
-        return Rotation.of(positions, frequencies, self.rope_attention_factor)
+        angles = positions[:, None].float() * self.rope_frequencies(positions.device)  # [T, D / 2]
+        cos, sin = angles.cos(), angles.sin()
+        factor = self.rope_attention_factor
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return Rotation(cos, sin)

@@ -119,15 +119,6 @@ class Rotation:
     cos: Tensor
     sin: Tensor
 
-    @classmethod
-    def of(cls, positions: Tensor, frequencies: Tensor, attention_factor: float) -> "Rotation":
-        """Returns the rotation of positions, integers [T], by frequencies fp32 [D / 2]."""
-        angles = positions[:, None].float() * frequencies  # [T, D / 2]
-        cos, sin = angles.cos(), angles.sin()
-        if attention_factor != 1.0:
-            cos, sin = cos * attention_factor, sin * attention_factor
-        return cls(cos, sin)
-
     @cached_property
     def whole_heads(self) -> tuple[Tensor, Tensor]:
         """Cosines and sines for both halves of a head, fp32 [T, 1, D] each.
