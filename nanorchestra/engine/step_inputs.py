@@ -44,7 +44,7 @@ def make_inputs(
     `tokens` of decodes are then to be overwritten.
 
     Decodes whose block tables begin alike become neighbours, so that these keys are read once. The
-    order is found anew in each step: 0.1 ms for 128 rows and 1 ms for 512 of 1,000 keys (one core),
+    order is found anew in each step: 0.1 ms for 128 rows, 0.4 ms for 512 of 1,000 keys (one core),
     while the GPU computes the step before.
     """
     tables = _block_tables(decodes, paging)
@@ -118,6 +118,7 @@ def group_by_prefix(tables: np.ndarray, full_pages: list[int]) -> list[tuple[lis
     example [1, 2, 3], [1, 9, 8], [1, 2, 4], [1, 9, 7] are two groups: rows 0 and 2, which share two
     pages, and rows 1 and 3. That all share page 1 is not used.
     """
+    tables = tables[:, : max(full_pages, default=0) + 1]  # one column at least
     keys = []  # big-endian bytes have the order of the pages that they spell
     for row, count in zip(tables.astype(">i4"), full_pages, strict=True):
         keys.append(row[:count].tobytes())
@@ -139,7 +140,6 @@ def _shared_with_next(tables, full_pages) -> list[int]:
     """Returns how many leading pages each row has in common with the next one; the last has 0."""
     if not full_pages:
         return []
-    tables = tables[:, : max(full_pages) + 1]  # one column at least
     different = tables[1:] != tables[:-1]
     alike = np.where(different.any(1), different.argmax(1), tables.shape[1])
     counts = np.array(full_pages)
