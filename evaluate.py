@@ -216,10 +216,10 @@ def record_answers(options: Namespace, sandbox: Sandbox) -> None:
     asks = isinstance(world, QuestionWorld) and not others
     require(asks, f"--record: --world is {' '.join(options.world)}; it must be one questions:FILE")
     written, missing = record(world, file, options.parallel)
-    require(not spending.broken, spending.broken)
+    require(not replies.missing, replies.missing)
     print(f"{file}: {written} cases; paid {dollars(sum(spending.bill.values()))}")
-    why = f"--max-usd {spending.most:g} is reached" if spending.refused else "experts failed"
-    again = "the same command asks for them" + (", with more dollars" if spending.refused else "")
+    why = f"--max-usd {spending.most:g} is reached" if spending.exhausted else "experts failed"
+    again = "the same command asks for them" + (", with more dollars" if spending.exhausted else "")
     require(not missing, f"{file}: {missing} cases lack an answer ({why}); {again}")
 
 
