@@ -216,7 +216,7 @@ def record_answers(options: Namespace, sandbox: Sandbox) -> None:
     asks = isinstance(world, QuestionWorld) and not others
     require(asks, f"--record: --world is {' '.join(options.world)}; it must be one questions:FILE")
     written, missing = record(world, file, options.parallel)
-    require(not replies.missing, replies.missing)
+    require(not spending.replies.missing, spending.replies.missing)
     print(f"{file}: {written} cases; paid {dollars(sum(spending.bill.values()))}")
     why = f"--max-usd {spending.most:g} is reached" if spending.exhausted else "experts failed"
     again = "the same command asks for them" + (", with more dollars" if spending.exhausted else "")
