@@ -43,12 +43,12 @@ from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import read_json_lines, read_text, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.comparison import recorded_attempts, write_comparison
-from nanorchestra.report.run import Run, path_of_run
 from nanorchestra.report.tables import MEASURES, aligned, difference, table
 from nanorchestra.schemas import Json
 from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
+from nanorchestra.training.run import Run, path_of_run
 from nanorchestra.training.trajectories import from_row, to_row
 from nanorchestra.units import dollars, mean_and_ends, percent
 from worlds import metrics

@@ -34,6 +34,7 @@ if __name__ == "__main__":
     end_on_interrupt("train.py")
 
 import math
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -46,11 +47,17 @@ from nanorchestra.agent.attempts import Player
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.world import World, demonstrates
 from nanorchestra.config import DRAFT, Config
+from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import INTERRUPTED, command, require
+from nanorchestra.files import read_text, write_whole
 from nanorchestra.formats.load import fetch, open_model
 from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.lora import save_adapter
+from nanorchestra.records import Task, Trajectory
+from nanorchestra.report.page import write_report
+from nanorchestra.report.tables import held_out_scores, table
 from nanorchestra.schemas import Json
+from nanorchestra.settings import is_dry_run
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.build import (
@@ -83,6 +90,8 @@ from nanorchestra.training.packing import (
     samples_in,
 )
 from nanorchestra.training.plan import plan
+from nanorchestra.training.printing import progress_bar
+from nanorchestra.training.progress import TrainingRun, peak_memory_mb
 from nanorchestra.training.rollout import (
     Attempts,
     attempt_seeds,
@@ -90,7 +99,6 @@ from nanorchestra.training.rollout import (
     play_on_ranks,
     require_most_worked,
 )
-from nanorchestra.training.run import Laps, TrainingRun
 from nanorchestra.training.trainer import StepMetrics, Trainer, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
@@ -109,63 +117,32 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     spending = Spending.of_rank(run.folder.path / "spent", ranks.rank, ranks.world_size)
     world = open_world(run.config.task, run.config.run.seed, sandbox, spending)
-    run.with_steps(world.size("train"))  # grpo.epochs becomes grpo.steps
-    config = run.config
-    if config.model.path == DRAFT:  # config.toml keeps the word
-        config = config.replace({"model.path": str(write_draft(run, world))})
-    else:  # a hub id gets its commit, so that the run goes on with it
-        config = run.with_model(fetch(config.model.path, ranks))
+    config = settled(run, world)
     grpo, rollout = config.grpo, config.rollout
 
     _, dtype = device_and_dtype(config)
     model, tokenizer = load_policy(config, ranks, dtype, *open_model(config.model.path))
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
     engine = build_engine(config, model, tokenizer, ranks, dtype)
-    player = build_rollout(config, engine, PRICES[POLICY], rollout.temperature)
-    held_out_player = build_rollout(config, engine, PRICES[POLICY], config.evaluation.temperature)
-    if agent := agent_of(config.task):  # of yours, in place of our loop: docs/agents.md
-        from nanorchestra.serving.agent_rollout import played_by
-
-        player, held_out_player = (
-            played_by(agent, each, config.task.agent_timeout_s)
-            for each in (player, held_out_player)
-        )
+    player = build_player(config, engine, rollout.temperature)
+    held_out_player = build_player(config, engine, config.evaluation.temperature)
     objective = objective_of(grpo)
-    own_reward = load_reward(config.task.reward, world.task("train", 0))  # docs/worlds.md
-    if own_reward:
-        run.keep_source("reward.py", own_reward.source, own_reward.name)
+    own_reward = reward_of_user(run, world)
     if note := note_on_tools(config.model.path, config.task.world, "model.path"):
         run.say(note)
     # Ranks wait for the slowest rollout, which may take hours where tools are slow.
     rollout_ranks = ranks.new_group(rollout_timeout_s(config))
 
     demonstrations = Demonstrations(config, world, tokenizer)
-    run.restore_or_begin(trainer, engine)
+    run.begin(trainer, engine)
     progress = run.progress
     publish(config, model, engine, dtype)
 
     # ---- Before GRPO
 
     if progress.phase == "warm_start":
-        # Warm start: supervised steps on demonstrations. A model that calls tools needs none.
-        steps = config.warm_start.steps
-        run.start_bar(steps)
-        while progress.step < steps:
-            laps = Laps()
-            groups = demonstrations.groups(progress, ranks)
-            laps.end("demonstrations")
-            learning_rate = demonstrations.learning_rate(progress.step)
-            update = supervised_update(trainer, groups, learning_rate)
-            laps.end("train")
-
-            progress.step += 1
-            demonstrations.advance(progress, update["loss"])
-            tokens_per_s = update["tokens"] / sum(laps.seconds.values())
-            run.record_step({"tokens_per_s": tokens_per_s}, update, laps.seconds)
-            if run.checkpoint_or_stop(steps):
-                return False
-
-        if run.asked_to_stop():
+        warm_start(run, trainer, demonstrations)
+        if run.stopped or run.asked_to_stop():
             return False
         # The held-out tasks before GRPO; then its optimizer, and its reference: the weights of now,
         # or with LoRA the base.
@@ -181,48 +158,15 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     # ---- GRPO
 
-    run.start_bar(grpo.steps)
-    while progress.step < grpo.steps:
-        step = progress.step
-        laps = Laps()
-
+    for step in run.steps(grpo.steps):
         # Rollout: grpo.group_size attempts at each of grpo.prompts tasks.
-        attempts = play_step(run, world, player, rollout_ranks, spending, step)
-        laps.end("rollout")
+        attempts = play_step(config, world, player, rollout_ranks, spending, step)
 
         # Rewards and advantages, group by group.
         groups, trained, left_out = [], [], Counter()
-        for start in range(0, len(attempts.tasks), grpo.group_size):
-            task = attempts.tasks[start]
-            members = attempts.trajectories[start : start + grpo.group_size]
-
-            # What the infrastructure failed says nothing about the policy, and is in no mean.
-            valid = [attempt for attempt in members if attempt.status != "infrastructure"]
-            if grpo.bounds == "group":  # R(tau) = r_out(tau) Mn(tau) . P, ToolOrchestra section 3
-                rewards = group_rewards(valid, task.preference)
-            else:  # in absolute form, comparable across steps: reward.task_rewards
-                rewards = task_rewards(valid, task.preference, task.bounds)
-            if own_reward:  # task.reward; one process calls it, so that all have the same
-                rewards = ranks.broadcast(
-                    own_reward(task, valid, rewards) if ranks.first else rewards
-                )
-            for attempt, reward in zip(valid, rewards, strict=True):
-                attempt.reward = float(reward)
-
-            # A(tau) = (R(tau) - mean R) / std R over the group, DeepSeekMath section 4.1.2
-            advantages = group_advantages(
-                [None if a.status == "infrastructure" else a.reward for a in members],
-                [gave_answer(a) for a in members],
-                objective,
-                grpo.min_std,
-            )
-            kept = []
-            for attempt, advantage in zip(members, advantages, strict=True):
-                attempt.advantage = advantage.value
-                if advantage.left_out:
-                    left_out[advantage.left_out] += 1
-                else:
-                    kept.append(attempt)
+        for task, members in attempts.groups(grpo.group_size):
+            kept, reasons = score_group(task, members, config, own_reward, ranks)
+            left_out += reasons
             group = as_group(kept, objective.drop_invalid_format)
             if group.samples:
                 groups.append(group)
@@ -248,28 +192,15 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
             if not grpo.mini_batch:
                 scores = trainer.gather_samples(logprobs)
             record_logprobs(trained, scores, objective.drop_invalid_format)
-        laps.end("train")
+        update = merge_updates(updates)
 
         # Publish: the engine samples the next attempts from the new weights. Without an update
         # too, so that no KV pages are cached, as in a resumed run.
-        publish(config, model, engine, dtype)
-        laps.end("weights")
+        publish_s = publish(config, model, engine, dtype)
+        record(run, attempts, left_out, update, spending, publish_s)
 
-        # Record, and write a checkpoint if it is time.
-        progress.step += 1
-        row = metrics.measure(attempts.tasks, attempts.trajectories, grpo.group_size)
-        row |= {
-            "tokens_per_s": attempts.tokens_per_s,
-            "filtered": {why: count / len(attempts.tasks) for why, count in left_out.items()},
-            "retried": attempts.repeated,
-            "rewritten": rewritten_share(attempts.trajectories),
-            "bill_usd": spending.total(),
-        }
-        update = merge_updates(updates)
-        run.record_first_group(attempts, skipped=update.get("skipped") == 1)
-        run.record_step(row, update, laps.seconds)
-        if run.checkpoint_or_stop(grpo.steps):
-            return False
+    if run.stopped:
+        return False
 
     # ---- Results
 
@@ -278,19 +209,33 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=ranks.first)
     if config.lora.rank:
         save_adapter(model, path / "adapter", config.model.path, write=ranks.first)
-    run.finish(
-        {
-            "bill_usd": spending.total(),
-            "parameters": trainer.parameters(),
-            "held_out": {
-                "tasks": config.evaluation.tasks,
-                "before": progress.before,
-                "after": after,
-                "routers": evaluate_routers(config, world, own_reward) if ranks.first else {},
-            },
-        }
-    )
+    run.checkpoints.wait()
+    if ranks.first:
+        routers = evaluate_routers(config, world, own_reward)
+        write_results(run, trainer, spending, after, routers)
     return True
+
+
+def settled(run: TrainingRun, world: World) -> Config:
+    """Returns the config with epochs as steps, and a path or word for the very model.
+
+    config.toml then states both; of a draft, which is written first, it keeps the word. UserError
+    for epochs of a world without end.
+    """
+    grpo, tasks = run.config.grpo, world.size("train")
+    if grpo.epochs:
+        require(
+            tasks,
+            f"grpo.epochs: {run.config.task.world} has tasks without end; set grpo.steps, and "
+            "epochs to 0",
+        )
+        steps = math.ceil(grpo.epochs * tasks / grpo.prompts)
+        run.change({"grpo.steps": steps, "grpo.epochs": 0})
+    if run.config.model.path == DRAFT:
+        return run.config.replace({"model.path": str(write_draft(run, world))})
+    # A hub id gets its commit, so that the run goes on with it.
+    run.change({"model.path": fetch(run.config.model.path, run.ranks)})
+    return run.config
 
 
 def write_draft(run: TrainingRun, world: World) -> Path:
@@ -311,17 +256,54 @@ def write_draft(run: TrainingRun, world: World) -> Path:
     return path
 
 
+def build_player(config: Config, engine: Engine, temperature: float) -> Rollout:
+    """Returns what plays attempts: our loop on the engine, or an agent of the user's."""
+    player = build_rollout(config, engine, PRICES[POLICY], temperature)
+    agent = agent_of(config.task)
+    if not agent:
+        return player
+    from nanorchestra.serving.agent_rollout import played_by
+
+    return played_by(agent, player, config.task.agent_timeout_s)  # docs/agents.md
+
+
+def reward_of_user(run: TrainingRun, world: World) -> UserReward | None:
+    """Returns the function that task.reward names, and keeps its file in the run's directory.
+
+    UserError for a resumed run that began with another file. docs/worlds.md has an example.
+    """
+    reward = load_reward(run.config.task.reward, world.task("train", 0))
+    kept = run.folder.path / "reward.py"
+    if reward and run.resumed:
+        same = kept.is_file() and read_text(kept) == reward.source
+        right = f"it is not the file that the run began with, which is {kept}; put that back"
+        require(same, f"{reward.name}: {right}, or start another run")
+    elif reward and run.ranks.first:
+        write_whole(kept, reward.source)
+        run.say(f"reward: {reward.name}, kept as {kept}")
+    return reward
+
+
+def warm_start(run: TrainingRun, trainer: Trainer, demonstrations: Demonstrations) -> None:
+    """Makes the supervised steps that are left. A model that calls tools needs none."""
+    for step in run.steps(run.config.warm_start.steps):
+        groups = demonstrations.groups(step, run.progress.lesson_tools, run.ranks)
+        update = supervised_update(trainer, groups, demonstrations.learning_rate(step))
+        demonstrations.advance(run.progress, update["loss"])
+        run.record_step({}, update, {"demonstrations": demonstrations.seconds})
+
+
 def play_step(
-    run: TrainingRun, world: World, player: Rollout, ranks: Ranks, spending: Spending, step: int
+    config: Config, world: World, player: Rollout, ranks: Ranks, spending: Spending, step: int
 ) -> Attempts:
     """Plays the attempts of a step: a function of run.seed, the step and the engine's weights.
 
     UserError if most of them failed for reasons of the infrastructure.
     """
-    grpo, warm_start = run.config.grpo, run.config.warm_start
+    grpo, warm_start = config.grpo, config.warm_start
     first = warm_start.steps * warm_start.prompts + step * grpo.prompts  # after the warm start's
     indices = [first + i // grpo.group_size for i in range(grpo.prompts * grpo.group_size)]
-    seeds = attempt_seeds(run.config.run.seed, step, len(indices))
+    seeds = attempt_seeds(config.run.seed, step, len(indices))
     attempts = play_on_ranks(
         player,
         world,
@@ -335,6 +317,46 @@ def play_step(
     )
     require_most_worked(attempts.trajectories, step)
     return attempts
+
+
+def score_group(
+    task: Task,
+    attempts: list[Trajectory],
+    config: Config,
+    own_reward: UserReward | None,
+    ranks: Ranks,
+) -> tuple[list[Trajectory], Counter[str]]:
+    """Writes reward and advantage on each attempt at a task.
+
+    Returns the attempts that enter the loss, and why the others do not (`group_advantages`).
+    """
+    grpo = config.grpo
+    # What the infrastructure failed says nothing about the policy, and is in no mean.
+    valid = [attempt for attempt in attempts if attempt.status != "infrastructure"]
+    if grpo.bounds == "group":  # R(tau) = r_out(tau) Mn(tau) . P, ToolOrchestra section 3
+        rewards = group_rewards(valid, task.preference)
+    else:  # in absolute form, comparable across steps: reward.task_rewards
+        rewards = task_rewards(valid, task.preference, task.bounds)
+    if own_reward:  # one process calls it, so that all have the same
+        rewards = ranks.broadcast(own_reward(task, valid, rewards) if ranks.first else rewards)
+    for attempt, reward in zip(valid, rewards, strict=True):
+        attempt.reward = float(reward)
+
+    # A(tau) = (R(tau) - mean R) / std R over the group, DeepSeekMath section 4.1.2
+    advantages = group_advantages(
+        [None if a.status == "infrastructure" else a.reward for a in attempts],
+        [gave_answer(a) for a in attempts],
+        objective_of(grpo),
+        grpo.min_std,
+    )
+    kept, left_out = [], Counter()
+    for attempt, advantage in zip(attempts, advantages, strict=True):
+        attempt.advantage = advantage.value
+        if advantage.left_out:
+            left_out[advantage.left_out] += 1
+        else:
+            kept.append(attempt)
+    return kept, left_out
 
 
 def policy_update(
@@ -476,8 +498,11 @@ def evaluate(
     own_reward: UserReward | None,
 ) -> Json:
     """Plays the held-out tasks; returns their summary, and records the attempts as `phase`."""
-    tasks = run.config.evaluation.tasks
-    with run.held_out_bar(-(-tasks // ranks.world_size), phase) as bar:
+    run.stop.says = "stopping after these held-out tasks"
+    if phase == "after":
+        run.stop.says = "no step is left: the run ends with these held-out tasks"
+    share = -(-run.config.evaluation.tasks // ranks.world_size)
+    with progress_bar(ranks, share, f"held-out tasks, {phase}", unit="task") as bar:
         player.on_done = lambda attempt: bar.update()
         attempts = play_held_out(run.config, world, player, ranks, spending, own_reward)
     run.record_attempts(phase, attempts.tasks, attempts.trajectories)
@@ -521,6 +546,63 @@ def play_held_out(
     return attempts
 
 
+def record(
+    run: TrainingRun,
+    attempts: Attempts,
+    left_out: Counter[str],
+    update: dict[str, float],
+    spending: Spending,
+    publish_s: float,
+) -> None:
+    """Records a step of GRPO, and the attempts of its first group, or all if it was skipped.
+
+    left_out: how many attempts are not in the loss, by reason. publish_s: seconds of `publish`.
+    """
+    group_size = run.config.grpo.group_size
+    row = metrics.measure(attempts.tasks, attempts.trajectories, group_size) | {
+        "tokens_per_s": attempts.tokens_per_s,
+        "filtered": {why: count / len(attempts.tasks) for why, count in left_out.items()},
+        "retried": attempts.repeated,
+        "rewritten": rewritten_share(attempts.trajectories),
+        "bill_usd": spending.total(),
+    }
+    skipped = update.get("skipped") == 1
+    shown = len(attempts.tasks) if skipped else group_size
+    run.record_attempts(
+        "skipped" if skipped else "grpo", attempts.tasks[:shown], attempts.trajectories[:shown]
+    )
+    run.record_step(row, update, {"rollout": attempts.seconds, "weights": publish_s})
+
+
+def write_results(
+    run: TrainingRun, trainer: Trainer, spending: Spending, after: Json, routers: dict[str, Json]
+) -> None:
+    """Writes summary.json and the report, and prints the results."""
+    tasks = run.config.evaluation.tasks
+    summary = {
+        "seconds": run.elapsed,
+        "steps": run.progress.step,
+        "seed": run.config.run.seed,
+        "peak_memory_mb": peak_memory_mb(),
+        "bill_usd": spending.total(),
+        "parameters": trainer.parameters(),
+        "held_out": {
+            "tasks": tasks,
+            "before": run.progress.before,
+            "after": after,
+            "routers": routers,
+        },
+    }
+    if is_dry_run(run.config):
+        print(
+            "dry run: the miniature's model after a few steps in small; the table shows that a run "
+            "works, and its figures mean nothing"
+        )
+    print(table(held_out_scores(summary), f"on {tasks} held-out tasks"))
+    run.folder.write_json("summary.json", summary)
+    run.report(run.folder.path, False)
+
+
 @command("train.py")
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
@@ -538,11 +620,12 @@ def main(arguments: list[str]) -> int:
     sharded = dtype != torch.float32 and config.lora.base != "int4"
     ranks = Ranks.start(device, shard=config.parallel.shard, sharded=sharded)
     with Stop() as stop, Sandbox() as sandbox:
-        run = TrainingRun(config, path, ranks, stop, resumed=resumed)
+        run = TrainingRun(config, path, ranks, stop, write_report, resumed=resumed)
         try:
             finished = train(run, sandbox)
         except Exception:
-            run.discard_if_unused()  # frees the name for a corrected command
+            if not run.begun:  # frees the name for a corrected command
+                shutil.rmtree(path, ignore_errors=True)
             raise
         run.close(finished)
         ranks.close()

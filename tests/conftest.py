@@ -88,7 +88,7 @@ def nano_model(make_nano):
 @pytest.fixture
 def without_report(monkeypatch):
     """A run writes no report, which takes seconds."""
-    monkeypatch.setattr("nanorchestra.training.run.write_report", lambda path, live=False: None)
+    monkeypatch.setattr("train.write_report", lambda path, live: None)
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer, wi
     import train as program
     from nanorchestra.model.checkpoint import save_checkpoint
     from nanorchestra.settings import load_config
-    from nanorchestra.training import run as run_module
     from nanorchestra.training.distributed import Ranks
+    from nanorchestra.training.progress import TrainingRun
 
     save_checkpoint(nano_model, nano_tokenizer, tmp_path / "model", dtype=torch.float32)
 
@@ -123,7 +123,7 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer, wi
         "evaluation.tasks": 1,
     }
 
-    class Training(run_module.TrainingRun):
+    class Training(TrainingRun):
         def train(self):
             """Trains until the end, or until it is asked to stop; returns whether it ended."""
             try:
@@ -139,7 +139,8 @@ def make_training(tmp_path, sandbox, monkeypatch, nano_model, nano_tokenizer, wi
         else:
             config = load_config(None, small | (settings or {}))
         # It looks twice more, before and after the held-out tasks, if it begins before GRPO.
-        return Training(config, path, Ranks(), Stop(steps + 2 * (not resume)), resumed=resume)
+        stop = Stop(steps + 2 * (not resume))
+        return Training(config, path, Ranks(), stop, program.write_report, resumed=resume)
 
     return make
 

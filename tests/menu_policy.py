@@ -56,8 +56,7 @@ if __name__ == "__main__":
     sequence.SamplingParams = SamplingParams  # before another module imports it
 
     import train
-    from nanorchestra.training import run
 
-    run.write_report = lambda path, live=False: None  # it takes seconds
+    train.write_report = lambda path, live: None  # it takes seconds
 
     sys.exit(train.main(sys.argv[1:]))

@@ -22,10 +22,10 @@ from nanorchestra.formats.load import load_rollout
 from nanorchestra.model.checkpoint import NANO, save_checkpoint
 from nanorchestra.records import Preference
 from nanorchestra.report.comparison import recorded_attempts
-from nanorchestra.report.run import to_toml
 from nanorchestra.settings import load_config
 from nanorchestra.tools import http
 from nanorchestra.tools.spending import Spending
+from nanorchestra.training.run import to_toml
 from worlds.load import open_world
 from worlds.policies import checkpoint_settings, parse
 from worlds.routers import routers_of

@@ -8,9 +8,9 @@ import pytest
 
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
-from nanorchestra.report.run import to_toml
 from nanorchestra.settings import CONFIGS, load_config
 from nanorchestra.training.command import parse
+from nanorchestra.training.run import to_toml
 
 
 def test_a_config_is_written_resolved_and_read_back(tmp_path):

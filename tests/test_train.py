@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from run_rows import TIMINGS
@@ -21,13 +22,13 @@ from nanorchestra.errors import UserError
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Trajectory
 from nanorchestra.report.page import write_report
-from nanorchestra.report.run import Run, to_toml
 from nanorchestra.settings import load_config
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.command import Stop
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import samples_in
 from nanorchestra.training.rollout import play_on_ranks, require_most_worked
+from nanorchestra.training.run import Run, to_toml
 from worlds.miniature.world import Miniature
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +103,7 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path, monkeypatch, c
     wait_for(process, cut, "warm_start", 3)
     process.kill()
     process.communicate(timeout=100)
-    monkeypatch.setattr("nanorchestra.training.run.write_report", lambda path, live=False: None)
+    monkeypatch.setattr(program, "write_report", lambda path, live: None)
     assert program.main(["--resume", str(cut)]) == 0
     assert "resuming" in capsys.readouterr().out
     assert rows(cut) == rows(run) and final(cut) == final(run)
@@ -221,7 +222,7 @@ def test_a_run_without_a_warm_start_is_resumed_at_grpo(make_training, capsys):
 
 @pytest.mark.parametrize("steps", [-1, 0, 1])
 def test_a_run_that_is_stopped_has_a_report(make_training, monkeypatch, steps):
-    monkeypatch.setattr("nanorchestra.training.run.write_report", write_report)
+    monkeypatch.setattr(program, "write_report", write_report)
     run = make_training("stopped", steps=steps)
     assert not run.train()
     run.close(finished=False)
@@ -238,11 +239,11 @@ def test_a_report_is_there_after_the_first_step_and_takes_a_share_of_the_time(
 ):
     written = []  # the steps so far, and whether the run goes on
 
-    def write_report(path, live=False):
+    def write_report(path, live):
         written.append((len(rows(path)), live))
 
-    monkeypatch.setattr("nanorchestra.training.run.REPORT_SHARE", share)
-    monkeypatch.setattr("nanorchestra.training.run.write_report", write_report)
+    monkeypatch.setattr("nanorchestra.training.progress.REPORT_SHARE", share)
+    monkeypatch.setattr(program, "write_report", write_report)
     run = make_training("one", steps=3)
     assert not run.train()
     run.close(finished=False)
@@ -300,7 +301,8 @@ def test_one_bad_update_of_several_neither_skips_the_step_nor_ends_the_run(
 
 def test_epochs_become_steps_in_the_config_of_the_run(make_training):
     run = make_training("epochs", {"grpo.epochs": 2, "grpo.prompts": 64})
-    assert run.with_steps(100).grpo.steps == math.ceil(2 * 100 / 64)
+    assert program.settled(run, SimpleNamespace(size=lambda split: 100)) == run.config
+    assert (run.config.grpo.steps, run.config.grpo.epochs) == (math.ceil(2 * 100 / 64), 0)
     assert load_config(run.folder.path / "config.toml") == run.config
     endless = make_training("endless", {"grpo.epochs": 2})
     with pytest.raises(UserError, match="grpo.epochs: miniature has tasks without end"):

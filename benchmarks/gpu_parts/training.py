@@ -91,8 +91,7 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
     dtype, grpo = torch.bfloat16, config.grpo
     model = trained_model(config, shape, ranks, dtype)
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
-    adamw = {"beta2": grpo.beta2, "weight_decay": grpo.weight_decay}
-    trainer.prepare(grpo.optimizer, grpo.kl_coef > 0, **adamw)
+    trainer.begin_grpo(grpo)
     engine = build_engine(config, model, tokenizer, ranks, dtype)
     objective, size = objective_of(grpo), grpo.group_size
     rng = random.Random(0)

@@ -7,7 +7,6 @@ from statistics import fmean
 
 from nanorchestra.files import read_json_lines
 from nanorchestra.report.page import frontiers, write_page
-from nanorchestra.report.run import Run
 from nanorchestra.report.tables import (
     MAIN,
     MEASURES,
@@ -19,6 +18,7 @@ from nanorchestra.report.tables import (
 )
 from nanorchestra.report.trace import Attempt, Pair, instructive
 from nanorchestra.schemas import Json
+from nanorchestra.training.run import Run
 from nanorchestra.units import Write, decimal, percent, seconds
 
 

@@ -15,10 +15,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_text, write_whole
 from nanorchestra.report import plots
-from nanorchestra.report.run import Run
 from nanorchestra.report.tables import changes_table, held_out_scores, scores_table
 from nanorchestra.report.trace import Attempt, Pair, instructive
 from nanorchestra.schemas import Json
+from nanorchestra.training.run import Run
 
 TEMPLATES = Environment(
     autoescape=True,

@@ -1,5 +1,6 @@
 """Builds the parts of a run from its config: model, tokenizer, trainer, engine and rollout."""
 
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -156,10 +157,15 @@ def build_rollout(config: Config, engine: Engine, price: Price, temperature: flo
     return Rollout(engine, engine.tokenizer, params, config.rollout, price)
 
 
-def publish(config: Config, trained: Qwen3, engine: Engine, dtype: torch.dtype) -> None:
-    """Copies the trained weights into the engine: adapters alone where both share the base."""
+def publish(config: Config, trained: Qwen3, engine: Engine, dtype: torch.dtype) -> float:
+    """Copies the trained weights into the engine: adapters alone where both share the base.
+
+    Returns the seconds that it took.
+    """
+    started = time.monotonic()
     if config.lora.base == "int4":
         lora.copy_adapters(trained, engine.model)
         engine.update_weights()
     else:
         engine.update_weights(named_hf_tensors(trained, dtype))
+    return time.monotonic() - started

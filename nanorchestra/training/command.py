@@ -18,9 +18,9 @@ from nanorchestra import settings
 from nanorchestra.config import Config, check
 from nanorchestra.errors import nearest, require
 from nanorchestra.model.checkpoint import NANO
-from nanorchestra.report.run import Run, path_of_run
 from nanorchestra.settings import Settings
 from nanorchestra.training.costs import GPUS
+from nanorchestra.training.run import Run, path_of_run
 
 RESUMABLE = ("run.checkpoint_every", "grpo.steps")  # may change when a run is resumed
 

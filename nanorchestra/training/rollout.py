@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +34,11 @@ class Attempts:
     def tokens_per_s(self) -> float:
         """Tokens after the prompts, per second of playing."""
         return sum(len(t.ids) - t.prompt_length for t in self.trajectories) / self.seconds
+
+    def groups(self, size: int) -> Iterator[tuple[Task, list[Trajectory]]]:
+        """Yields each task with its attempts, which are `size` in a row."""
+        for start in range(0, len(self.tasks), size):
+            yield self.tasks[start], self.trajectories[start : start + size]
 
 
 class Budget(Protocol):

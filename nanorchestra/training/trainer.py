@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nanorchestra.config import GrpoSection
 from nanorchestra.model import lora
 from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import Qwen3
@@ -25,14 +26,14 @@ MAX_NORM = 1.0  # of the gradient, above which it is scaled down; the preset's l
 
 
 class Trainer:
-    """A model, its optimizers and an optional frozen reference.
+    """A model, its optimizers, and `reference`: a frozen copy that a KL term is to, or None.
 
     The model is plain, or sharded by distributed.shard_model over the same `ranks`. vocab_limit:
     ids that can be sampled. token_budget: packed tokens of a micro-batch. activation_checkpointing:
     a layer's input alone is kept, and the rest computed again in backward. cpu_offload, of a
     sharded model: weights and moments are in host memory; dtype: that of computing in its
-    reference. With LoRA the reference is the model itself, used without its adapters. Nothing here
-    is random.
+    reference. A model with adapters needs no copy: the KL term is to its base. Nothing here is
+    random.
     """
 
     def __init__(
@@ -108,9 +109,10 @@ class Trainer:
 
         kind: "full", exact over the vocabulary, or "k2", an estimate from the ids.
         """
-        with torch.no_grad(), lora.disabled(self.reference):
-            ref_hidden = _hidden(self.reference, batch)
-        weight, ref_weight = self.model.output_weight, self.reference.output_weight
+        reference = self.reference or self.model  # adapters: the model without them
+        with torch.no_grad(), lora.disabled(reference):
+            ref_hidden = _hidden(reference, batch)
+        weight, ref_weight = self.model.output_weight, reference.output_weight
         if kind == "full":
             return full_kl(
                 hidden,
@@ -149,7 +151,7 @@ class Trainer:
         Returns the norm of the gradient before it was clipped, NaN if the step's `loss` is not
         finite. Without a finite norm weights and moments stay as they were.
         """
-        if self.reference not in (None, self.model) and self.ranks.mesh is not None:
+        if self.reference and self.ranks.mesh is not None:
             for module in (self.reference, *self.reference.layers):
                 module.reshard()  # no backward has done it
         norm = self.clip_gradients() if math.isfinite(loss) else math.nan
@@ -205,24 +207,25 @@ class Trainer:
                     state["step"] = torch.zeros((), device=p.device)
                 for key, value in state.items():
                     tensors[f"optimizer.{names[id(p)]}.{key}"] = value
-        if self.reference not in (None, self.model):
+        if self.reference:
             for name, p in self.reference.named_parameters():
                 tensors[f"reference.{name}"] = p.detach()
         return tensors
 
-    def prepare(self, optimizer: str, reference: bool, **settings: float) -> dict[str, Tensor]:
-        """Returns `tensors()` with a new optimizer (optimizers.build_optimizers) without moments.
+    def begin_grpo(self, grpo: GrpoSection) -> None:
+        """Replaces the optimizers by those of GRPO, without moments.
 
-        reference: whether the weights of now are kept for the KL term.
+        With a KL term the weights of now are kept as its reference; adapters have their base.
         """
-        self.optimizers = build_optimizers(self.model, optimizer, **settings)
-        self.reference = self._frozen_copy() if reference else None
-        return self.tensors()
+        self.optimizers = build_optimizers(
+            self.model, grpo.optimizer, beta2=grpo.beta2, weight_decay=grpo.weight_decay
+        )
+        self.reference = None
+        if grpo.kl_coef and not lora.adapters(self.model):
+            self.reference = self._frozen_copy()
 
     def _frozen_copy(self) -> Qwen3:
-        """Returns a frozen copy of the model; with LoRA the model itself, which needs no copy."""
-        if lora.adapters(self.model):
-            return self.model
+        """Returns a frozen copy of the model, sharded as it is."""
         with torch.device("meta"):
             frozen = Qwen3(self.model.config).requires_grad_(False)
             shard_model(frozen, self.ranks, self.dtype, cpu_offload=self.cpu_offload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 
 from nanorchestra.agent.context import context_of
@@ -17,7 +18,7 @@ from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.grpo import as_group
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.packing import Group
-from nanorchestra.training.run import Progress
+from nanorchestra.training.progress import Progress
 
 WARMUP_STEPS = 20
 HOLD = 0.5  # of the steps have the full learning rate: copying is learnt suddenly, sometimes late
@@ -27,25 +28,31 @@ FEW_TOOLS, FEW_STEPS, FEW_LOSS = 2, 70, 0.12
 
 
 class Demonstrations:
-    """What the steps of a warm start learn from. UserError if there are steps and no teacher."""
+    """What the steps of a warm start learn from. UserError if there are steps and no teacher.
+
+    `seconds` are those of the latest `groups`.
+    """
 
     def __init__(self, config: Config, world: World, tokenizer: Tokenizer):
         self.config, self.world, self.tokenizer = config, world, tokenizer
+        self.seconds = 0.0
         require(
             not config.warm_start.steps or demonstrates(world),
             f"task.world: nothing demonstrates {config.task.world!r}; set warm_start.steps = 0",
         )
 
-    def groups(self, progress: Progress, ranks: Ranks) -> list[Group]:
-        """Returns the demonstrations of the next step; all ranks have all of them."""
+    def groups(self, step: int, lesson_tools: int, ranks: Ranks) -> list[Group]:
+        """Returns the demonstrations of a step, with so many tools; all ranks have all of them."""
+        started = time.monotonic()
         count = self.config.warm_start.prompts
-        indices = range(progress.step * count, (progress.step + 1) * count)
-        most_tools = progress.lesson_tools if progress.lesson_tools <= FEW_TOOLS else 0
+        indices = range(step * count, (step + 1) * count)
+        most_tools = lesson_tools if lesson_tools <= FEW_TOOLS else 0
         shown = []
         for index in indices[ranks.rank :: ranks.world_size]:
             environment, turns = self.world.lesson(index, most_tools)
             shown.append((index, as_group([self._trajectory(environment, turns)])))
         everyone = [pair for part in ranks.all_gather(shown) for pair in part]
+        self.seconds = time.monotonic() - started
         return [group for _, group in sorted(everyone, key=lambda pair: pair[0])]
 
     def _trajectory(self, environment, turns) -> Trajectory:

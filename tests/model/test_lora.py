@@ -14,6 +14,7 @@ import transformers
 from groups import grouped
 from safetensors.torch import load_file
 
+from nanorchestra.config import GrpoSection
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors, save_checkpoint
 from nanorchestra.model.lora import adapters, add_adapters, disabled, reset, save_adapter
@@ -87,7 +88,7 @@ def test_the_merged_model_computes_the_same(adapted):
 
 def test_the_base_is_the_reference_and_takes_no_memory(adapted):
     trainer = Trainer(adapted, vocab_limit=690)
-    trainer.prepare("adamw", True)
+    trainer.begin_grpo(GrpoSection(kl_coef=1.0))
     objective = Objective(kl_coef=1.0)
     assert policy_update(trainer, GROUPS, objective, 0.0)[0]["kl"] > 1e-4
     reset(adapted, seed=0)

@@ -9,7 +9,7 @@ from html_page import Page
 
 from nanorchestra.report import plots
 from nanorchestra.report.comparison import write_comparison
-from nanorchestra.report.run import Run
+from nanorchestra.training.run import Run
 
 EVIL = '<script>alert(1)</script><img src="http://evil.example/x.png">'
 

@@ -9,7 +9,7 @@ from html_page import Page
 from nanorchestra.report import page as report_page
 from nanorchestra.report import plots
 from nanorchestra.report.page import write_report
-from nanorchestra.report.run import Run
+from nanorchestra.training.run import Run
 
 EVIL = '</pre></script><script>alert(1)</script><img src="http://evil.example" onerror="alert(2)">'
 SCORES = {"reward": 0.25, "accuracy": 0.7, "cost_usd": 0.002, "latency_s": 2.0}

@@ -21,7 +21,7 @@ import torch
 from gguf_files import write_gguf
 from safetensors.torch import load_file
 
-from nanorchestra.config import Config
+from nanorchestra.config import Config, GrpoSection
 from nanorchestra.formats.load import load_model
 from nanorchestra.model import checkpoint
 from nanorchestra.model.checkpoint import named_hf_tensors, save_checkpoint
@@ -109,7 +109,7 @@ def gradients(ranks: Ranks, kl: str = "", count: int = 5, **options) -> dict[str
     trainer.clip_gradients = take
     objective = Objective(kl_coef=0.5, kl=kl) if kl else Objective()
     if kl:
-        trainer.prepare("muon", True)
+        trainer.begin_grpo(GrpoSection(optimizer="muon", kl_coef=0.5))
         with torch.no_grad():
             for p in trainer.model.parameters():
                 p.mul_(1.1)
@@ -136,7 +136,7 @@ def losses(ranks: Ranks, steps: int = 8, **options) -> dict[str, torch.Tensor]:
 def several_updates(ranks: Ranks, **options) -> dict[str, torch.Tensor]:
     """A step of grpo.mini_batch with a reference: all log-probabilities first, then the updates."""
     trainer = make_trainer(ranks, **options)
-    trainer.prepare("muon", True)
+    trainer.begin_grpo(GrpoSection(optimizer="muon", kl_coef=0.5))
     objective = Objective(kl_coef=0.5, importance_cap=2.0)
     values = []
     for step in range(2):
@@ -152,19 +152,25 @@ def several_updates(ranks: Ranks, **options) -> dict[str, torch.Tensor]:
     return {"losses": torch.tensor(values), "logprobs": torch.tensor(gathered)}
 
 
+def reference_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The weights of the frozen copy; adapters have none, and it is the weights themselves."""
+    model = trainer.reference or trainer.model
+    return {name: value.clone() for name, value in named_hf_tensors(model)}
+
+
 def first_half(
     ranks: Ranks, folder: str, optimizer: str = "muon", **options
 ) -> dict[str, torch.Tensor]:
     """Three steps, a checkpoint, and three more while it is written."""
     trainer, values = make_trainer(ranks, **options), []
-    trainer.prepare(optimizer, True)
+    trainer.begin_grpo(GrpoSection(optimizer=optimizer, kl_coef=0.5))
     checkpoints = Checkpoints(Path(folder), ranks)
     for step in range(6):
         values.append(supervised_update(trainer, make_groups(step), 3e-3)["loss"])
         if step == 2:
             checkpoints.save("three", trainer.tensors(), {"step": 3})
     checkpoints.wait()
-    reference = {name: value.clone() for name, value in named_hf_tensors(trainer.reference)}
+    reference = reference_of(trainer)
     return {"losses": torch.tensor(values[3:])} | reference
 
 
@@ -172,10 +178,11 @@ def second_half(
     ranks: Ranks, folder: str, optimizer: str = "muon", **options
 ) -> dict[str, torch.Tensor]:
     trainer = make_trainer(ranks, seed=5, **options)  # other weights, which must not remain
-    notes = Checkpoints(Path(folder), ranks).restore(lambda _: trainer.prepare(optimizer, True))
+    trainer.begin_grpo(GrpoSection(optimizer=optimizer, kl_coef=0.5))
+    notes = Checkpoints(Path(folder), ranks).restore(lambda _: trainer.tensors())
     steps = range(notes["step"], 6)
     values = [supervised_update(trainer, make_groups(step), 3e-3)["loss"] for step in steps]
-    reference = {name: value.clone() for name, value in named_hf_tensors(trainer.reference)}
+    reference = reference_of(trainer)
     return {"losses": torch.tensor(values)} | reference
 
 
@@ -195,7 +202,7 @@ def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
     reset(model, 1)
     trainer = Trainer(model, vocab_limit=VOCAB - 6, ranks=ranks)
     values = [supervised_update(trainer, make_groups(step), 3e-3)["loss"] for step in range(3)]
-    trainer.prepare("adamw", True)
+    trainer.begin_grpo(GrpoSection(kl_coef=0.5))
     for step in range(3):
         update, _ = policy_update(trainer, make_groups(step), Objective(kl_coef=0.5), 3e-3)
         values.append(update["loss"])
@@ -379,7 +386,9 @@ def test_four_ranks_and_two_nodes_with_a_replica_each_do_as_one(tmp_path):
     agree(second_half(ONE, adapters_folder, **lora), results["flat_first_half"], 1e-5)
     files = (tmp_path / "run" / "three").glob("*.safetensors")
     written = sum(part.numel() for file in files for part in load_file(file).values())
-    held = make_trainer(ONE).prepare("muon", True).values()
+    trainer = make_trainer(ONE)
+    trainer.begin_grpo(GrpoSection(optimizer="muon", kl_coef=0.5))
+    held = trainer.tensors().values()
     assert written == sum(tensor.numel() for tensor in held)  # of one replica
 
 

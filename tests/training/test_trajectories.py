@@ -11,7 +11,7 @@ from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Traject
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.grpo import as_group, record_logprobs
 from nanorchestra.training.packing import pack
-from nanorchestra.training.run import Progress, TrainingRun
+from nanorchestra.training.progress import Progress, TrainingRun
 from nanorchestra.training.trajectories import from_row
 
 CALL = ToolCall("echo", {"text": "hi"})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from groups import grouped
 
+from nanorchestra.config import GrpoSection
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.training.costs import model_flops
 from nanorchestra.training.grpo import Objective
@@ -236,7 +237,8 @@ def test_the_update_lowers_the_loss_and_its_state_goes_on_exactly(nano_model, ki
     assert first[-1] < first[0]
     saved = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
     straight = [supervised_update(trainer, groups, 3e-3)["loss"] for _ in range(3)]
-    tensors = trainer.prepare(kind, False)
+    trainer.begin_grpo(GrpoSection(optimizer=kind))
+    tensors = trainer.tensors()
     assert tensors.keys() == saved.keys()
     for name, tensor in tensors.items():
         tensor.copy_(saved[name])
@@ -289,7 +291,7 @@ def test_the_kl_to_the_reference_is_zero_at_the_reference_and_pulls_back(nano_mo
         for sample in group.samples:
             sample.advantage = 0.0
     trainer, objective = Trainer(nano_model, vocab_limit=690), Objective(kl_coef=1.0, kl=kl)
-    trainer.prepare("adamw", True)
+    trainer.begin_grpo(GrpoSection(kl_coef=1.0))
 
     def step(rate):
         return policy_update(trainer, groups, objective, rate)[0]["kl"]
@@ -310,7 +312,7 @@ def test_flops_count_every_packed_id_and_attended_pair_once(nano_model):
     trainer = Trainer(nano_model, vocab_limit=690)
     assert policy_update(trainer, groups, Objective(), 0.0)[0]["flops"] == expected
     assert supervised_update(trainer, groups, 0.0)["flops"] == expected
-    trainer.prepare("adamw", True)
+    trainer.begin_grpo(GrpoSection(kl_coef=1.0))
     update, _ = policy_update(trainer, groups, Objective(kl_coef=0.1), 0.0)
     assert update["flops"] == pytest.approx(4 / 3 * expected)
 
@@ -330,7 +332,7 @@ def test_numbers_are_read_from_the_device_once_a_step_not_once_a_micro_batch(
     counts = []
     for budget in (1, 10_000):
         trainer = Trainer(nano_model, vocab_limit=690, token_budget=budget)
-        trainer.prepare("adamw", True)
+        trainer.begin_grpo(GrpoSection(kl_coef=1.0))
         groups = make_groups(2)
         batches = len(trainer.micro_batches(groups))
         reads.clear()

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from nanorchestra.errors import UserError
-from nanorchestra.report.run import Run
+from nanorchestra.training.run import Run
 
 CONFIG = 'seed = 7\npreset = "nano"\n'
 

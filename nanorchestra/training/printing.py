@@ -1,0 +1,38 @@
+"""What a training run prints: lines beside a progress bar, on one rank."""
+
+from tqdm import tqdm
+
+from nanorchestra.schemas import Json
+from nanorchestra.training.distributed import Ranks
+
+WARM_START_LINES = 20  # steps of a warm start from one printed line to the next
+
+
+def say(ranks: Ranks, text: str) -> None:
+    """Prints a line beside the progress bar."""
+    if ranks.first:
+        tqdm.write(text)
+
+
+def progress_bar(ranks: Ranks, total: int, label: str, done: int = 0, unit: str = "step") -> tqdm:
+    """Returns a progress bar; it is shown on a terminal only."""
+    disable = None if ranks.first else True
+    return tqdm(total=total, initial=done, desc=label, unit=unit, disable=disable)
+
+
+def step_line(row: Json, steps: int) -> str:
+    """Returns the line of a step from its row of metrics.jsonl, "" for one without a line."""
+    speed = f"{row['tokens_per_s']:,.0f} tokens/s"
+    if row["phase"] == "warm_start":
+        if row["step"] % WARM_START_LINES:
+            return ""
+        return f"warm start step {row['step']:4d}/{steps}  loss {row['loss']:.3f}  {speed}"
+    line = (
+        f"step {row['step']:4d}/{steps}  reward {row['reward']:.3f}  "
+        f"accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  "
+        f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  {speed}"
+    )
+    if "loss" not in row:
+        reasons = ", ".join(row["filtered"]) or "nothing was sampled"
+        line += f"  no update: no group has an advantage ({reasons})"
+    return line

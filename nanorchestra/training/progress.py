@@ -1,0 +1,272 @@
+"""A training run on one rank: how far it is, the steps that are left, its records and checkpoints.
+
+Nothing here computes: train.py does. Rank 0 alone writes and prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanorchestra.config import Config
+from nanorchestra.engine.engine import Engine
+from nanorchestra.errors import require
+from nanorchestra.records import Task, Trajectory
+from nanorchestra.schemas import Json
+from nanorchestra.settings import is_dry_run
+from nanorchestra.training.build import device_and_dtype
+from nanorchestra.training.checkpoint import Checkpoints
+from nanorchestra.training.costs import peak_flops
+from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.printing import progress_bar, say, step_line
+from nanorchestra.training.run import Run, to_toml
+from nanorchestra.training.trainer import Trainer
+from nanorchestra.training.trajectories import to_row
+
+REPORT_SHARE = 0.02  # of a run's time, at most, that goes into the reports while it goes on
+SKIP_LIMIT = 3  # steps in a row without an update end the run
+
+
+@dataclass
+class Progress:
+    """How far a run is: what a checkpoint holds besides tensors. JSON throughout."""
+
+    phase: str = "warm_start"
+    step: int = 0  # of the phase: finished ones, and the one under way
+    seconds: float = 0.0  # up to the last checkpoint
+    before: Json | None = None  # held-out summary before GRPO
+    lesson_tools: int = 1  # that the warm start's lessons offer,
+    lesson_since: int = 0  # from this step on
+    skipped: int = 0  # steps in a row that were not finite
+
+
+class TrainingRun:
+    """The steps of a run, recorded and saved in its directory.
+
+    Makes the directory, or opens it if the run is `resumed`; a dry run replaces that of an earlier
+    one. `stop.asked` says whether to stop after the present step, and `stop.says` becomes what
+    stops then. `report(path, live)` writes the report of the directory so far; `live`: the run goes
+    on. UserError if the directory is taken.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        path: Path,
+        ranks: Ranks,
+        stop: Any,
+        report: Callable[[Path, bool], None],
+        *,
+        resumed: bool = False,
+    ):
+        # After a restart a slow rank may find the directory that rank 0 has just made.
+        self.resumed = ranks.broadcast(resumed)
+        self.config, self.folder, self.ranks = config, Run(path), ranks
+        self.stop, self.report = stop, report
+        self.progress, self.stopped = Progress(), False
+        if ranks.first:
+            if not self.resumed:
+                if is_dry_run(config) and (path / "config.toml").exists():
+                    self.folder.lock()  # UserError if it is under way
+                    self.folder.unlock()
+                    shutil.rmtree(path)
+                Run.create(path, to_toml(config))
+            self.folder.lock()
+        ranks.barrier()  # the others find the directory made
+        self.begun = self.resumed  # there is something in the directory
+        self.checkpoints = Checkpoints(path / "checkpoints", ranks)
+        self._peak_flops = peak_flops(ranks.device, device_and_dtype(config)[1])
+        self._started = self._step_started = time.monotonic()
+        self._report_due = 0.0  # when the next report may be written, by the monotonic clock
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the run, those before it was resumed included."""
+        return self.progress.seconds + time.monotonic() - self._started
+
+    def say(self, text: str) -> None:
+        """Prints a line, on one rank."""
+        say(self.ranks, text)
+
+    # Beginning and end.
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Changes settings, by "section.name"; config.toml then states them."""
+        changed = self.config.replace(settings)
+        if changed != self.config and self.ranks.first:
+            self.folder.write_config(to_toml(changed))
+        self.config = changed
+
+    def begin(self, trainer: Trainer, engine: Engine) -> None:
+        """Begins the run with these parts, or continues it at its newest checkpoint.
+
+        The number of ranks may differ from that of the run so far.
+        """
+        self.trainer, self.engine, self.begun = trainer, engine, True
+        if not self.resumed:  # not before: a set-up that fails removes the directory
+            self.say(
+                f"writing to {self.folder.path}: config.toml, metrics.jsonl, report.html, model/ "
+                "and more"
+            )
+            return
+        notes = self.checkpoints.restore(self._prepare_for)
+        if self.ranks.first:
+            self.folder.truncate(notes["offsets"] if notes else {})
+            self.folder.write_config(to_toml(self.config))
+            (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
+        phase, step = self.progress.phase, self.progress.step
+        if not self.config.warm_start.steps:
+            phase = "grpo"  # it has no other one
+        self.say(f"resuming {self.folder.path} at {phase} step {step}")
+
+    def _prepare_for(self, notes) -> dict[str, Tensor]:
+        """Takes what a checkpoint holds besides tensors; returns the tensors of its phase."""
+        self.progress = Progress(**notes["progress"])
+        self.engine.weight_version = notes["weight_version"] - 1  # the next publishing adds 1
+        if self.progress.phase == "grpo":
+            self.trainer.begin_grpo(self.config.grpo)
+        return self.trainer.tensors()
+
+    def begin_grpo(self) -> None:
+        """Goes from the warm start to GRPO: its optimizer, and the weights of now as reference."""
+        self.progress.phase, self.progress.step = "grpo", 0
+        self.trainer.begin_grpo(self.config.grpo)
+
+    def close(self, finished: bool) -> None:
+        """Waits for the last checkpoint, and says how the run can go on.
+
+        Of a run that was stopped, writes the report.
+        """
+        self.checkpoints.wait()
+        if self.ranks.first:
+            if not finished:
+                self.report(self.folder.path, False)
+            self.folder.unlock()
+        path = self.folder.path
+        if finished:
+            self.say(f"finished: {path} has report.html, summary.json and more")
+        else:
+            self.say(f"stopped; go on with: python train.py --resume {path}")
+
+    # Steps.
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yields the steps of the phase that are left of `total`, the first being 0.
+
+        After each one it writes the report and a checkpoint, if it is time, and ends if any rank is
+        asked to stop: `stopped` is then True. A checkpoint follows the last step, too.
+        """
+        progress = self.progress
+        self.stop.says = "stopping after this step"
+        if progress.step >= total:
+            return
+        label = progress.phase.replace("_", " ")
+        with progress_bar(self.ranks, total, label, progress.step) as bar:
+            for step in range(progress.step, total):
+                progress.step = step + 1
+                self._step_started = time.monotonic()
+                yield step
+                bar.update()
+                self._report_if_due()
+                self.stopped = self.asked_to_stop()
+                last = self.stopped or progress.step == total
+                if last or progress.step % self.config.run.checkpoint_every == 0:
+                    self.save()
+                if last:
+                    return
+
+    def asked_to_stop(self) -> bool:
+        """Returns whether any rank was asked to stop; all ranks call it together."""
+        return any(self.ranks.all_gather(self.stop.asked))
+
+    def save(self) -> None:
+        """Begins a checkpoint of this moment, as `Checkpoints.save` does."""
+        progress = dataclasses.replace(self.progress, seconds=self.elapsed)
+        notes = {
+            "progress": dataclasses.asdict(progress),
+            "offsets": self.folder.offsets() if self.ranks.first else {},
+            "weight_version": self.engine.weight_version,
+        }
+        order = int(progress.phase != "warm_start")  # names sort by age
+        name = f"{order}-{progress.phase}-{progress.step:06d}"
+        self.checkpoints.save(name, self.trainer.tensors(), notes)
+
+    def _report_if_due(self) -> None:
+        """Writes the report after the first step, and then as often as REPORT_SHARE allows."""
+        started = time.monotonic()
+        if self.ranks.first and started >= self._report_due:
+            self.report(self.folder.path, True)
+            now = time.monotonic()
+            self._report_due = now + (now - started) / REPORT_SHARE
+
+    # Records.
+
+    def record_step(self, row: Json, update: dict[str, float], seconds: dict[str, float]) -> None:
+        """Records the step under way, which ends here, and prints a line.
+
+        row: what is known of its attempts. update: the metrics of its update, {} without one.
+        seconds: of its parts but "train", which had the others. `mfu` is the share of the peak
+        FLOPs that the update used, None where that is not known. UserError after SKIP_LIMIT steps
+        in a row without a finite update.
+        """
+        progress = self.progress
+        whole = time.monotonic() - self._step_started
+        train_s = whole - sum(seconds.values())
+        mfu = None
+        if update and self._peak_flops:
+            mfu = update["flops"] / train_s / self._peak_flops / self.ranks.world_size
+        if progress.phase == "warm_start":
+            row = row | {"tokens_per_s": update["tokens"] / whole}
+        memory_mb = peak_memory_mb()
+        if self.ranks.device.type == "cuda":
+            memory_mb = torch.cuda.max_memory_allocated() / 2**20
+        shown = {name: value for name, value in update.items() if name not in ("flops", "tokens")}
+        row = {
+            "phase": progress.phase,
+            "step": progress.step,
+            "seconds": whole,
+            **row,
+            **shown,
+            "phase_seconds": seconds | {"train": train_s},
+            "mfu": mfu,
+            "memory_mb": memory_mb,
+        }
+        if self.ranks.first:
+            self.folder.append("metrics", row)
+        if line := step_line(row, getattr(self.config, progress.phase).steps):
+            self.say(line)
+        if update:  # a step without an update neither counts nor ends the row
+            progress.skipped = progress.skipped + 1 if update["skipped"] == 1 else 0
+        require(
+            progress.skipped < SKIP_LIMIT,
+            f"{progress.phase} step {progress.step}: the loss or its gradient is not finite, "
+            f"{progress.skipped} steps in a row; {self.folder.path} has them in metrics.jsonl",
+        )
+
+    def record_attempts(self, phase: str, tasks: list[Task], attempts: list[Trajectory]) -> None:
+        """Appends attempts with their tasks to trajectories.jsonl, also as readable text."""
+        if not self.ranks.first:
+            return
+        for task, attempt in zip(tasks, attempts, strict=True):
+            text = []
+            for turn in attempt.turns:
+                ids = attempt.ids[turn.start : turn.end]
+                decoded = self.engine.tokenizer.decode(ids, skip_special=True)
+                text.append({"role": "assistant", "text": decoded})
+                text += [{"role": "tool", "text": result.content} for result in turn.results]
+            row = {"step": self.progress.step, "phase": phase, "text": text}
+            self.folder.append("trajectories", to_row(task, attempt) | row)
+
+
+def peak_memory_mb() -> float:
+    """Returns the peak memory of this process so far, in MB of 2^20 bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
