@@ -46,7 +46,7 @@ from nanorchestra import formats
 from nanorchestra.agent.attempts import Player
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.world import World, demonstrates
-from nanorchestra.config import DRAFT, Config
+from nanorchestra.config import DRAFT, Config, GrpoSection
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import INTERRUPTED, command, require
 from nanorchestra.files import read_text, write_whole
@@ -71,24 +71,16 @@ from nanorchestra.training.build import (
 from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
 from nanorchestra.training.distributed import Ranks, backward, rollout_timeout_s
 from nanorchestra.training.grpo import (
-    Objective,
+    OBJECTIVES,
     as_group,
     bounded_exp,
     gave_answer,
     group_advantages,
-    objective_of,
     record_logprobs,
     rewritten_share,
 )
 from nanorchestra.training.optimizers import scheduled
-from nanorchestra.training.packing import (
-    Group,
-    MicroBatch,
-    by_sample,
-    mini_batches,
-    number_samples,
-    samples_in,
-)
+from nanorchestra.training.packing import Group, MicroBatch, mini_batches, samples_in
 from nanorchestra.training.plan import plan
 from nanorchestra.training.printing import progress_bar
 from nanorchestra.training.progress import TrainingRun, peak_memory_mb
@@ -99,7 +91,7 @@ from nanorchestra.training.rollout import (
     play_on_ranks,
     require_most_worked,
 )
-from nanorchestra.training.trainer import StepMetrics, Trainer, merge_updates
+from nanorchestra.training.trainer import Trainer, UpdateMetrics, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
 from worlds import metrics
@@ -126,7 +118,6 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     engine = build_engine(config, model, tokenizer, ranks, dtype)
     player = build_player(config, engine, rollout.temperature)
     held_out_player = build_player(config, engine, config.evaluation.temperature)
-    objective = objective_of(grpo)
     own_reward = reward_of_user(run, world)
     if note := note_on_tools(config.model.path, config.task.world, "model.path"):
         run.say(note)
@@ -163,36 +154,14 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         attempts = play_step(config, world, player, rollout_ranks, spending, step)
 
         # Rewards and advantages, group by group.
-        groups, trained, left_out = [], [], Counter()
+        groups, left_out = [], Counter()
         for task, members in attempts.groups(grpo.group_size):
-            kept, reasons = score_group(task, members, config, own_reward, ranks)
+            kept, reasons = score_group(task, members, grpo, own_reward, ranks)
+            groups.append(kept)
             left_out += reasons
-            group = as_group(kept, objective.drop_invalid_format)
-            if group.samples:
-                groups.append(group)
-                trained += kept
 
         # Update: one optimizer step, or with grpo.mini_batch several.
-        updates, logprobs = [], {}
-        if groups:
-            number_samples(groups)  # what the ranks compute is put together by these numbers
-            learning_rate = scheduled(
-                step, grpo.learning_rate, grpo.steps, grpo.warmup_steps, grpo.final_fraction
-            )
-            if grpo.mini_batch:  # the ratio of every update is to the policy before the first
-                scores = trainer.score(groups, rollout.temperature)
-                for sample, old_logprobs in zip(samples_in(groups), scores, strict=True):
-                    sample.old_logprobs = old_logprobs
-            for part in mini_batches(groups, grpo.mini_batch):
-                update, logprobs_of_part = policy_update(
-                    trainer, part, objective, learning_rate, rollout.temperature
-                )
-                updates.append(update)
-                logprobs |= logprobs_of_part
-            if not grpo.mini_batch:
-                scores = trainer.gather_samples(logprobs)
-            record_logprobs(trained, scores, objective.drop_invalid_format)
-        update = merge_updates(updates)
+        update = learn(trainer, groups, grpo, step, rollout.temperature)
 
         # Publish: the engine samples the next attempts from the new weights. Without an update
         # too, so that no KV pages are cached, as in a resumed run.
@@ -214,83 +183,6 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         routers = evaluate_routers(config, world, own_reward)
         write_results(run, trainer, spending, after, routers)
     return True
-
-
-def settled(run: TrainingRun, world: World) -> Config:
-    """Returns the config with epochs as steps, and a path or word for the very model.
-
-    config.toml then states both; of a draft, which is written first, it keeps the word. UserError
-    for epochs of a world without end.
-    """
-    grpo, tasks = run.config.grpo, world.size("train")
-    if grpo.epochs:
-        require(
-            tasks,
-            f"grpo.epochs: {run.config.task.world} has tasks without end; set grpo.steps, and "
-            "epochs to 0",
-        )
-        steps = math.ceil(grpo.epochs * tasks / grpo.prompts)
-        run.change({"grpo.steps": steps, "grpo.epochs": 0})
-    if run.config.model.path == DRAFT:
-        return run.config.replace({"model.path": str(write_draft(run, world))})
-    # A hub id gets its commit, so that the run goes on with it.
-    run.change({"model.path": fetch(run.config.model.path, run.ranks)})
-    return run.config
-
-
-def write_draft(run: TrainingRun, world: World) -> Path:
-    """Returns the run's directory draft/, which has an untrained model for the world.
-
-    One rank writes it, whole and once: a resumed run has it already. UserError if nothing
-    demonstrates the world's tasks.
-    """
-    path = run.folder.path / DRAFT
-    if run.ranks.first and not path.exists():
-        require(
-            demonstrates(world),
-            f"model.path is {DRAFT}, and nothing demonstrates {run.config.task.world!r}; name a "
-            "checkpoint or a hub id",
-        )
-        draft(world, run.config.run.seed, path)
-    run.ranks.barrier()
-    return path
-
-
-def build_player(config: Config, engine: Engine, temperature: float) -> Rollout:
-    """Returns what plays attempts: our loop on the engine, or an agent of the user's."""
-    player = build_rollout(config, engine, PRICES[POLICY], temperature)
-    agent = agent_of(config.task)
-    if not agent:
-        return player
-    from nanorchestra.serving.agent_rollout import played_by
-
-    return played_by(agent, player, config.task.agent_timeout_s)  # docs/agents.md
-
-
-def reward_of_user(run: TrainingRun, world: World) -> UserReward | None:
-    """Returns the function that task.reward names, and keeps its file in the run's directory.
-
-    UserError for a resumed run that began with another file. docs/worlds.md has an example.
-    """
-    reward = load_reward(run.config.task.reward, world.task("train", 0))
-    kept = run.folder.path / "reward.py"
-    if reward and run.resumed:
-        same = kept.is_file() and read_text(kept) == reward.source
-        right = f"it is not the file that the run began with, which is {kept}; put that back"
-        require(same, f"{reward.name}: {right}, or start another run")
-    elif reward and run.ranks.first:
-        write_whole(kept, reward.source)
-        run.say(f"reward: {reward.name}, kept as {kept}")
-    return reward
-
-
-def warm_start(run: TrainingRun, trainer: Trainer, demonstrations: Demonstrations) -> None:
-    """Makes the supervised steps that are left. A model that calls tools needs none."""
-    for step in run.steps(run.config.warm_start.steps):
-        groups = demonstrations.groups(step, run.progress.lesson_tools, run.ranks)
-        update = supervised_update(trainer, groups, demonstrations.learning_rate(step))
-        demonstrations.advance(run.progress, update["loss"])
-        run.record_step({}, update, {"demonstrations": demonstrations.seconds})
 
 
 def play_step(
@@ -322,16 +214,20 @@ def play_step(
 def score_group(
     task: Task,
     attempts: list[Trajectory],
-    config: Config,
+    grpo: GrpoSection,
     own_reward: UserReward | None,
     ranks: Ranks,
 ) -> tuple[list[Trajectory], Counter[str]]:
-    """Writes reward and advantage on each attempt at a task.
+    """Writes reward and advantage on the attempts at a task.
 
-    Returns the attempts that enter the loss, and why the others do not (`group_advantages`).
+    Returns the attempts that enter the loss, and how many others do not, by reason:
+
+    "infrastructure"  a tool failed, not the policy: in no mean
+    "homogeneous"     the rewards of the group are too much alike (`group_advantages`)
+    "invalid_format"  without an answer, where the objective drops these. In the mean: what is left
+                      is not centred again, as published
     """
-    grpo = config.grpo
-    # What the infrastructure failed says nothing about the policy, and is in no mean.
+    objective = OBJECTIVES[grpo.objective]
     valid = [attempt for attempt in attempts if attempt.status != "infrastructure"]
     if grpo.bounds == "group":  # R(tau) = r_out(tau) Mn(tau) . P, ToolOrchestra section 3
         rewards = group_rewards(valid, task.preference)
@@ -339,82 +235,95 @@ def score_group(
         rewards = task_rewards(valid, task.preference, task.bounds)
     if own_reward:  # one process calls it, so that all have the same
         rewards = ranks.broadcast(own_reward(task, valid, rewards) if ranks.first else rewards)
+    rewards = [float(reward) for reward in rewards]
     for attempt, reward in zip(valid, rewards, strict=True):
-        attempt.reward = float(reward)
+        attempt.reward = reward
 
+    left_out = Counter(infrastructure=len(attempts) - len(valid))
     # A(tau) = (R(tau) - mean R) / std R over the group, DeepSeekMath section 4.1.2
-    advantages = group_advantages(
-        [None if a.status == "infrastructure" else a.reward for a in attempts],
-        [gave_answer(a) for a in attempts],
-        objective_of(grpo),
-        grpo.min_std,
-    )
-    kept, left_out = [], Counter()
-    for attempt, advantage in zip(attempts, advantages, strict=True):
-        attempt.advantage = advantage.value
-        if advantage.left_out:
-            left_out[advantage.left_out] += 1
+    advantages = group_advantages(rewards, grpo.min_std, objective.boost)
+    if advantages is None:
+        left_out["homogeneous"] = len(valid)
+        return [], +left_out
+    kept = []
+    for attempt, advantage in zip(valid, advantages, strict=True):
+        if objective.drop_invalid_format and not gave_answer(attempt):
+            left_out["invalid_format"] += 1
         else:
+            attempt.advantage = advantage
             kept.append(attempt)
-    return kept, left_out
+    return kept, +left_out  # those above 0
+
+
+def learn(
+    trainer: Trainer,
+    attempts: list[list[Trajectory]],
+    grpo: GrpoSection,
+    step: int,
+    temperature: float,
+) -> dict[str, float]:
+    """Makes the updates of a step: one, or with grpo.mini_batch several.
+
+    attempts: by task, with their advantages; the trainer's log-probabilities are written on them.
+    Returns the metrics of the step, {} if there is nothing to learn from. All ranks call it with
+    the same attempts.
+    """
+    drop = OBJECTIVES[grpo.objective].drop_invalid_format
+    groups = [as_group(members, drop) for members in attempts]
+    groups = [group for group in groups if group.samples]
+    if not groups:
+        return {}
+    learning_rate = scheduled(
+        step, grpo.learning_rate, grpo.steps, grpo.warmup_steps, grpo.final_fraction
+    )
+    if grpo.mini_batch:  # the ratio of every update is to the policy before the first
+        trainer.score(groups, temperature)
+    updates = []
+    for part in mini_batches(groups, grpo.mini_batch):
+        updates.append(policy_update(trainer, part, grpo, learning_rate, temperature))
+    record_logprobs(sum(attempts, []), samples_in(groups), drop)
+    return merge_updates(updates)
 
 
 def policy_update(
     trainer: Trainer,
     groups: list[Group],
-    objective: Objective,
+    grpo: GrpoSection,
     learning_rate: float,
     temperature: float = 1.0,
-) -> tuple[dict[str, float], dict[int, list[float]]]:
-    """Makes one optimizer step on the samples of all ranks.
+) -> dict[str, float]:
+    """Makes one optimizer step on the samples of all ranks; returns its metrics.
 
-    All ranks call it with the same groups. temperature: the sampler's. Returns the metrics, and for
-    this rank's samples, by their index, the log-probabilities before the update.
+    All ranks call it with the same groups. temperature: the sampler's. Without grpo.mini_batch the
+    samples then have the log-probabilities before the update.
 
-    Metrics are means over the ids in the loss: `entropy` in nats, the terms of `policy_loss`, and
-    the mismatch between sampler and trainer (`StepMetrics.add_mismatch`). `loss` is that of the
-    update, `grad_norm` is before clipping. `skipped` is 1 if one of them is not finite; weights and
-    moments then stay as they were.
+    Metrics are means over the ids in the loss: `loss`, `entropy` in nats, the terms of
+    `policy_loss`, and the mismatch between sampler and trainer (`UpdateMetrics.add_mismatch`);
+    and those of `Trainer.optimizer_step`.
     """
-    ranks = trainer.ranks
+    objective = OBJECTIVES[grpo.objective]
     count = sum(sample.count for sample in samples_in(groups))  # ids in the loss, on all ranks
-
-    sums, logprobs = StepMetrics(), []
+    sums, logprobs = UpdateMetrics(count), []
     micro_batches = trainer.micro_batches(groups)  # this rank's; every rank has equally many
     for batch in micro_batches:
         hidden = trainer.hidden(batch)  # [N, hidden], of the N ids in the loss
         trainer_logprobs, entropy = trainer.logprobs(hidden, batch, temperature)  # [N], [N]
         kl = None  # [N]
-        if objective.kl_coef:
+        if grpo.kl_coef:
             kl = trainer.kl_to_reference(hidden, trainer_logprobs, batch, objective.kl, temperature)
-        loss, terms = policy_loss(trainer_logprobs, entropy, kl, batch, objective, count)
-        backward(loss, trainer.model, ranks, last=batch is micro_batches[-1])
+        loss, terms = policy_loss(trainer_logprobs, entropy, kl, batch, grpo, count)
+        backward(loss, trainer.model, trainer.ranks, last=batch is micro_batches[-1])
 
-        sums.add("loss", loss * count)  # means are sums / count
-        sums.add("entropy", entropy)
-        for name, values in terms.items():
-            sums.add(name, values)
-        before = trainer_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        logprobs.append(trainer_logprobs.detach())
+        sums.add(loss=loss * count, entropy=entropy, **terms)  # means are sums / count
+        before = batch.old_logprobs if grpo.mini_batch else trainer_logprobs
         sums.add_mismatch(batch.sampler_logprobs, before)
         sums.flops += trainer.flops(batch, reference=kl is not None)
-        logprobs.append(trainer_logprobs.detach())
 
-    update = step_and_read(trainer, groups, learning_rate, sums, count)
-    return update, by_sample(micro_batches, torch.cat(logprobs).tolist())
-
-
-def step_and_read(
-    trainer: Trainer, groups: list[Group], learning_rate: float, sums: StepMetrics, count: int
-) -> dict[str, float]:
-    """Clips the gradients and steps the optimizers; returns the metrics of the update."""
-    update = sums.read(trainer.ranks, count)
-    grad_norm = trainer.optimizer_step(learning_rate, update["loss"])
-    return update | {
-        "grad_norm": grad_norm,
-        "skipped": float(not math.isfinite(grad_norm)),
-        "learning_rate": learning_rate,
-        "tokens": float(sum(group.tokens for group in groups)),
-    }
+    update = trainer.optimizer_step(groups, learning_rate, sums)
+    if not grpo.mini_batch:
+        trainer.keep_logprobs(groups, micro_batches, logprobs)
+    return update
 
 
 def policy_loss(
@@ -422,7 +331,7 @@ def policy_loss(
     entropy: Tensor,
     kl: Tensor | None,
     batch: MicroBatch,
-    objective: Objective,
+    grpo: GrpoSection,
     count: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a micro-batch's part of the loss, and terms of it for the metrics.
@@ -433,15 +342,16 @@ def policy_loss(
     id's gradient (the dual clip is not counted); `kl`; and with an importance cap `importance`, the
     weight v.
     """
+    objective = OBJECTIVES[grpo.objective]
     advantages = batch.advantages
-    if objective.min_entropy:  # an id counts where the policy chooses, not where it copies
-        advantages = torch.where(entropy >= objective.min_entropy, advantages, 0.0)
+    if grpo.min_entropy:  # an id counts where the policy chooses, not where it copies
+        advantages = torch.where(entropy >= grpo.min_entropy, advantages, 0.0)
 
     # pi_old, the policy before this step, by one of three:
-    if batch.old_logprobs is not None:  # grpo.mini_batch: the trainer before the first update
+    if grpo.mini_batch:  # several updates: the trainer before the first
         old_logprobs = batch.old_logprobs
-    elif objective.importance_cap:  # one update: the trainer of now. The ratio is 1, and the weight
-        old_logprobs = trainer_logprobs.detach()  # v below corrects for the sampler
+    elif grpo.importance_cap:  # one update: the trainer of now. The ratio is 1, and the weight v
+        old_logprobs = trainer_logprobs.detach()  # below corrects for the sampler
     else:  # one update: the sampler, so the ratio is 1 but for rounding
         old_logprobs = batch.sampler_logprobs
 
@@ -456,15 +366,24 @@ def policy_loss(
         losses = torch.where(beyond, -advantages * objective.dual_clip, losses)
 
     terms = {"clip_fraction": clipped.double()}
-    if objective.importance_cap:  # truncated importance sampling (Ionides 2008)
+    if grpo.importance_cap:  # truncated importance sampling (Ionides 2008)
         # v = pi_old / pi_sampler
         importance = bounded_exp(old_logprobs - batch.sampler_logprobs)
-        terms["importance"] = importance.clamp(max=objective.importance_cap)
+        terms["importance"] = importance.clamp(max=grpo.importance_cap)
         losses = losses * terms["importance"]
     if kl is not None:
         terms["kl"] = kl.detach()
-        losses = losses + objective.kl_coef * kl
+        losses = losses + grpo.kl_coef * kl
     return losses.sum() / count, terms
+
+
+def warm_start(run: TrainingRun, trainer: Trainer, demonstrations: Demonstrations) -> None:
+    """Makes the supervised steps that are left. A model that calls tools needs none."""
+    for step in run.steps(run.config.warm_start.steps):
+        groups = demonstrations.groups(step, run.progress.lesson_tools, run.ranks)
+        update = supervised_update(trainer, groups, demonstrations.learning_rate(step))
+        demonstrations.advance(run.progress, update["loss"])
+        run.record_step({}, update, {"demonstrations": demonstrations.seconds})
 
 
 def supervised_update(
@@ -473,19 +392,18 @@ def supervised_update(
     """Makes one optimizer step on demonstrations; returns its metrics.
 
     `loss` is the mean negative log-likelihood of the ids in the loss, and `entropy` their mean
-    entropy, both in nats. The others are those of `policy_update`.
+    entropy, both in nats. The others are those of `Trainer.optimizer_step`.
     """
     count = sum(sample.count for sample in samples_in(groups))
-    sums = StepMetrics()
+    sums = UpdateMetrics(count)
     micro_batches = trainer.micro_batches(groups)
     for batch in micro_batches:
         logprobs, entropy = trainer.logprobs(trainer.hidden(batch), batch)  # [N], [N]
         loss = -logprobs.sum() / count
         backward(loss, trainer.model, trainer.ranks, last=batch is micro_batches[-1])
-        sums.add("loss", -logprobs)
-        sums.add("entropy", entropy)
+        sums.add(loss=-logprobs, entropy=entropy)
         sums.flops += trainer.flops(batch)
-    return step_and_read(trainer, groups, learning_rate, sums, count)
+    return trainer.optimizer_step(groups, learning_rate, sums)
 
 
 def evaluate(
@@ -601,6 +519,74 @@ def write_results(
     print(table(held_out_scores(summary), f"on {tasks} held-out tasks"))
     run.folder.write_json("summary.json", summary)
     run.report(run.folder.path, False)
+
+
+def settled(run: TrainingRun, world: World) -> Config:
+    """Returns the config with epochs as steps, and a path or word for the very model.
+
+    config.toml then states both; of a draft, which is written first, it keeps the word. UserError
+    for epochs of a world without end.
+    """
+    grpo, tasks = run.config.grpo, world.size("train")
+    if grpo.epochs:
+        require(
+            tasks,
+            f"grpo.epochs: {run.config.task.world} has tasks without end; set grpo.steps, and "
+            "epochs to 0",
+        )
+        steps = math.ceil(grpo.epochs * tasks / grpo.prompts)
+        run.change({"grpo.steps": steps, "grpo.epochs": 0})
+    if run.config.model.path == DRAFT:
+        return run.config.replace({"model.path": str(write_draft(run, world))})
+    # A hub id gets its commit, so that the run goes on with it.
+    run.change({"model.path": fetch(run.config.model.path, run.ranks)})
+    return run.config
+
+
+def write_draft(run: TrainingRun, world: World) -> Path:
+    """Returns the run's directory draft/, which has an untrained model for the world.
+
+    One rank writes it, whole and once: a resumed run has it already. UserError if nothing
+    demonstrates the world's tasks.
+    """
+    path = run.folder.path / DRAFT
+    if run.ranks.first and not path.exists():
+        require(
+            demonstrates(world),
+            f"model.path is {DRAFT}, and nothing demonstrates {run.config.task.world!r}; name a "
+            "checkpoint or a hub id",
+        )
+        draft(world, run.config.run.seed, path)
+    run.ranks.barrier()
+    return path
+
+
+def build_player(config: Config, engine: Engine, temperature: float) -> Rollout:
+    """Returns what plays attempts: our loop on the engine, or an agent of the user's."""
+    player = build_rollout(config, engine, PRICES[POLICY], temperature)
+    agent = agent_of(config.task)
+    if not agent:
+        return player
+    from nanorchestra.serving.agent_rollout import played_by
+
+    return played_by(agent, player, config.task.agent_timeout_s)  # docs/agents.md
+
+
+def reward_of_user(run: TrainingRun, world: World) -> UserReward | None:
+    """Returns the function that task.reward names, and keeps its file in the run's directory.
+
+    UserError for a resumed run that began with another file. docs/worlds.md has an example.
+    """
+    reward = load_reward(run.config.task.reward, world.task("train", 0))
+    kept = run.folder.path / "reward.py"
+    if reward and run.resumed:
+        same = kept.is_file() and read_text(kept) == reward.source
+        right = f"it is not the file that the run began with, which is {kept}; put that back"
+        require(same, f"{reward.name}: {right}, or start another run")
+    elif reward and run.ranks.first:
+        write_whole(kept, reward.source)
+        run.say(f"reward: {reward.name}, kept as {kept}")
+    return reward
 
 
 @command("train.py")

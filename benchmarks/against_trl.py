@@ -87,9 +87,9 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
 
     from benchmarks.gpu_parts.training import groups_of
     from nanorchestra import Engine, SamplingParams, load_model, pack
+    from nanorchestra.config import GrpoSection
     from nanorchestra.model.checkpoint import named_hf_tensors
     from nanorchestra.model.qwen3 import Qwen3
-    from nanorchestra.training.grpo import Objective
     from nanorchestra.training.trainer import Trainer
     from train import policy_update
 
@@ -112,7 +112,7 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
         params = [SamplingParams(max_tokens=LENGTH, seed=seed, ignore_eos=True) for seed in seeds]
         done = engine.generate(prompts, params)
         rewards = [reward_of(completion.text) for completion in done]
-        policy_update(trainer, groups_of(prompts, done, rewards, GROUP), Objective(), 1e-6)
+        policy_update(trainer, groups_of(prompts, done, rewards, GROUP), GrpoSection(), 1e-6)
         engine.update_weights(named_hf_tensors(model))
         clock.stop()
         sampled = sum(len(completion.token_ids) for completion in done)

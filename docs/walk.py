@@ -31,7 +31,7 @@ from nanorchestra.errors import command, require
 from nanorchestra.model.native import pack
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Trajectory
-from nanorchestra.training.grpo import OBJECTIVES, group_advantages
+from nanorchestra.training.grpo import group_advantages
 from reward import group_rewards
 
 NANO = Path(__file__).parents[1] / "assets" / "nano"
@@ -167,7 +167,7 @@ def advantage() -> Finding:
     played = ((1, 0.010, 10), (1, 0.002, 30), (0, 0.006, 20))
     attempts = [Trajectory("", 0, outcome=o, calls_usd=c, latency_s=s) for o, c, s in played]
     R = group_rewards(attempts, Preference("", outcome=1, cost=1, latency=0.5))  # noqa: N806
-    found = [a.value for a in group_advantages(R, [True] * 3, OBJECTIVES["grpo"], 0.0)]
+    found = group_advantages(R, min_std=0.0)
     paper = [sixths / 6 / (13 / 12) ** 0.5 for sixths in (2, 5, -7)]
     gaps = [abs(a - b) for a, b in zip([*R, *found], [1.5, 2, 0, *paper], strict=True)]
     values = ", ".join(f"{value:+.3f}" for value in found)

@@ -266,7 +266,9 @@ def test_steps_that_are_not_finite_are_recorded_and_end_the_run(make_training, m
     monkeypatch.setattr(program, "supervised_update", lambda *args: bad)
 
     def bad_update(trainer, groups, *args, **options):
-        return bad, {sample.index: [0.0] * sample.count for sample in samples_in(groups)}
+        for sample in samples_in(groups):
+            sample.old_logprobs = [0.0] * sample.count
+        return bad
 
     monkeypatch.setattr(program, "policy_update", bad_update)
     run = make_training("lessons", {"warm_start.steps": 5, "warm_start.prompts": 2})
@@ -285,11 +287,11 @@ def test_one_bad_update_of_several_neither_skips_the_step_nor_ends_the_run(
     update, calls = program.policy_update, []
 
     def every_second_is_bad(*args, **options):
-        metrics, logprobs = update(*args, **options)
+        metrics = update(*args, **options)
         calls.append(metrics)
         if len(calls) % 2:
             metrics |= {"loss": math.nan, "skipped": 1.0}
-        return metrics, logprobs
+        return metrics
 
     monkeypatch.setattr(program, "policy_update", every_second_is_bad)
     run = make_training("half", {"grpo.steps": 4, "grpo.mini_batch": 2})

@@ -25,8 +25,8 @@ from nanorchestra.settings import load_config
 from nanorchestra.training.build import as_configured, build_engine, build_trainer, publish
 from nanorchestra.training.costs import GB, peak_flops
 from nanorchestra.training.distributed import Ranks
-from nanorchestra.training.grpo import Objective, group_advantages, objective_of
-from nanorchestra.training.packing import Group, Sample, number_samples
+from nanorchestra.training.grpo import OBJECTIVES, group_advantages
+from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.plan import Setup, memory, peak
 from train import policy_update
 
@@ -88,12 +88,12 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
     tokenizer: Any = SimpleNamespace(
         vocab_size=shape.vocab_size, eos_ids=(), decode=lambda ids, skip_special: ""
     )
-    dtype, grpo = torch.bfloat16, config.grpo
+    dtype, grpo = torch.bfloat16, replace(config.grpo, mini_batch=0)  # one update is measured
     model = trained_model(config, shape, ranks, dtype)
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
     trainer.begin_grpo(grpo)
     engine = build_engine(config, model, tokenizer, ranks, dtype)
-    objective, size = objective_of(grpo), grpo.group_size
+    size, boost = grpo.group_size, OBJECTIVES[grpo.objective].boost
     rng = random.Random(0)
     prompt_tokens = config.rollout.context_tokens - config.rollout.turn_tokens
     prompts, params = [], []
@@ -112,10 +112,8 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
         timed("publish", lambda: publish(config, trainer.model, engine, dtype))
         done = timed("rollout", lambda: engine.generate(prompts, params))
         rewards = [sum(completion.token_ids) % 97 / 97 for completion in done]
-        groups = groups_of(prompts, done, rewards, size, objective)
-        update, _ = timed(
-            "update", lambda groups=groups: policy_update(trainer, groups, objective, 1e-6)
-        )
+        groups = groups_of(prompts, done, rewards, size, boost)
+        update = timed("update", lambda groups=groups: policy_update(trainer, groups, grpo, 1e-6))
         assert not update["skipped"], "the loss or the gradient is not finite"
 
     figures = {f"{phase}_s": elapsed for phase, elapsed in times.items()}
@@ -161,14 +159,14 @@ def groups_of(
     completions: Sequence[Completion],
     rewards: Sequence[float],
     size: int,
-    objective: Objective | None = None,
+    boost: float = 0.0,
 ) -> list[Group]:
     """Makes the trainer's groups of `size` neighbouring completions with their prompts."""
     groups = []
     for start in range(0, len(prompts), size):
         members = range(start, start + size)
         scores = [rewards[i] for i in members]
-        advantages = group_advantages(scores, [True] * size, objective or Objective(), 0.0)
+        advantages = group_advantages(scores, 0.0, boost) or [0.0] * size
         samples = []
         for i, advantage in zip(members, advantages, strict=True):
             prompt, sampled = prompts[i], completions[i]
@@ -176,9 +174,8 @@ def groups_of(
                 prompt + sampled.token_ids,
                 [False] * len(prompt) + [True] * len(sampled.token_ids),
                 [0.0] * len(prompt) + sampled.logprobs,
-                advantage.value,
+                advantage,
             )
             samples.append(sample)
         groups.append(Group(samples, len(prompts[start])))
-    number_samples(groups)
     return groups

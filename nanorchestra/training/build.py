@@ -106,8 +106,7 @@ def build_trainer(
         optimizer=config.warm_start.optimizer,
         ranks=ranks,
         token_budget=config.grpo.token_budget,
-        activation_checkpointing=config.parallel.activation_checkpointing,
-        cpu_offload=config.parallel.cpu_offload,
+        parallel=config.parallel,
         dtype=dtype,
     )
 

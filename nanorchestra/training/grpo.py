@@ -1,4 +1,4 @@
-"""GRPO on numbers: objectives by name, advantages, which ids count, and the terms of the loss.
+"""GRPO on numbers: objectives by name, advantages, which ids count, samples.
 
 The loss of every objective is the sum over the ids in the loss of all micro-batches and ranks
 
@@ -18,14 +18,13 @@ The upper bound of the clip, 0.28, is that of ToolOrchestra's script, which has 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os.path import commonprefix  # of any lists, not of paths alone
 from statistics import fmean, stdev
 from typing import Literal
 
 from torch import Tensor
 
-from nanorchestra.config import GrpoSection
 from nanorchestra.records import Trajectory
 from nanorchestra.training.packing import Group, Sample
 from nanorchestra.training.trajectories import contexts
@@ -36,15 +35,15 @@ MAX_LOG_RATIO = 20.0  # keeps exp finite, where a surrogate has no bound of its 
 
 @dataclass(frozen=True)
 class Objective:
-    """Loss, KL term, advantages and filters of one objective."""
+    """What a method is: surrogate, KL term, advantages, and what it leaves out of the loss.
+
+    What a run chooses beside it, kl_coef and the like, stands in [grpo] of its config.
+    """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
-    importance_cap: float = 0.0  # of the weight between trainer and sampler; 0: no weight
-    kl_coef: float = 0.0
     kl: Literal["full", "k2"] = "full"  # exact over the vocabulary, or an estimate
-    min_entropy: float = 0.0  # nats, below which an id has no part in the surrogate
     boost: float = 0.0  # added to advantages of at least 1
     drop_invalid_format: bool = False  # leave badly formed turns and attempts out of the loss
 
@@ -55,67 +54,30 @@ OBJECTIVES = {
 }
 
 
-def objective_of(settings: GrpoSection) -> Objective:
-    """Returns the objective that [grpo] names, with its coefficients and importance_cap."""
-    return replace(
-        OBJECTIVES[settings.objective],
-        importance_cap=settings.importance_cap,
-        kl_coef=settings.kl_coef,
-        min_entropy=settings.min_entropy,
-    )
-
-
-@dataclass(frozen=True)
-class Advantage:
-    """The advantage of an attempt: how far its reward lies above the mean of its group.
-
-    `left_out` says why the attempt has no part in the loss; its value is then 0. None: it has one.
-    """
-
-    value: float
-    left_out: str | None
-
-
 def group_advantages(
-    rewards: Sequence[float | None],
-    answered: Sequence[bool],
-    objective: Objective,
-    min_std: float,
-) -> list[Advantage]:
-    """Returns the advantage of each attempt at one task.
+    rewards: Sequence[float], min_std: float, boost: float = 0.0
+) -> list[float] | None:
+    """Returns the advantages of the attempts at one task: how far a reward lies above their mean.
 
         A_i = (R_i - mean R) / (std R + 1e-6)    DeepSeekMath section 4.1.2; std over n - 1
 
-    plus objective.boost where it is at least 1. rewards[i] is None for an attempt that the
-    infrastructure failed. An attempt is left out for the first of these reasons:
-
-    "infrastructure"  rewards[i] is None: a tool failed, not the policy. Not in mean and std.
-    "homogeneous"     fewer than two rewards, or their std is not above `min_std`. Division by a
-                      small std would make a few tokens more or less count as much as a wrong
-                      answer.
-    "invalid_format"  answered[i] is False, with drop_invalid_format. In mean and std: what is left
-                      is not centred again, as published.
+    plus `boost` where it is at least 1. None if there is nothing to learn: fewer than two rewards,
+    or their std is not above `min_std`. Division by a small std would make a few tokens more or
+    less count as much as a wrong answer.
 
     The published cut at +-3 is missing. The largest z-score of n attempts is (n - 1) / sqrt(n), of
     one that differs from n - 1 equal ones: 2.48 in groups of 8, above 3 only from 11 attempts on.
     """
-    counted = [reward for reward in rewards if reward is not None]
-    mean = fmean(counted) if counted else 0.0
-    std = stdev(counted) if len(counted) > 1 else 0.0
-
+    std = stdev(rewards) if len(rewards) > 1 else 0.0
+    if std <= min_std:
+        return None
+    mean = fmean(rewards)
     advantages = []
-    for reward, has_answer in zip(rewards, answered, strict=True):
-        if reward is None:
-            advantages.append(Advantage(0.0, "infrastructure"))
-        elif std <= min_std:
-            advantages.append(Advantage(0.0, "homogeneous"))
-        elif objective.drop_invalid_format and not has_answer:
-            advantages.append(Advantage(0.0, "invalid_format"))
-        else:
-            value = (reward - mean) / (std + EPSILON)
-            if value >= 1:
-                value += objective.boost
-            advantages.append(Advantage(value, None))
+    for reward in rewards:
+        advantage = (reward - mean) / (std + EPSILON)
+        if advantage >= 1:
+            advantage += boost
+        advantages.append(advantage)
     return advantages
 
 
@@ -156,16 +118,13 @@ def as_group(attempts: Sequence[Trajectory], drop_invalid_format: bool = False) 
 
 
 def record_logprobs(
-    attempts: Sequence[Trajectory],
-    trainer_logprobs: Sequence[Sequence[float]],
-    drop_invalid_format: bool = False,
+    attempts: Sequence[Trajectory], samples: Sequence[Sample], drop_invalid_format: bool = False
 ) -> None:
-    """Writes the trainer's log-probabilities on the attempts that the samples were made of.
+    """Writes the old_logprobs of samples on the attempts that these were made of, in order.
 
-    trainer_logprobs[k] are those of sample k of the attempts' groups, in order, one for each id in
-    the loss. Other sampled ids get None.
+    Sampled ids that are not in the loss get None.
     """
-    logprobs = iter([logprob for sample in trainer_logprobs for logprob in sample])
+    logprobs = iter([logprob for sample in samples for logprob in sample.old_logprobs])
     for attempt in attempts:
         mask = ids_in_loss(attempt, drop_invalid_format)
         attempt.trainer_logprobs = []

@@ -24,8 +24,8 @@ class Sample:
 
     in_loss and sampler_logprobs have one entry per id: whether the id enters the loss (the policy
     sampled it), and the log-probability under the distribution that it was drawn from.
-    old_logprobs: the trainer's before the first update of the step, one for each id in the loss;
-    None if the step has one update. index: the place among all samples of the step.
+    old_logprobs: the trainer's before the first update of the step, one for each id in the loss,
+    None until they are computed: `Trainer.score` does it before several updates, else the update.
     """
 
     ids: list[int]
@@ -33,7 +33,6 @@ class Sample:
     sampler_logprobs: list[float]
     advantage: float = 0.0
     old_logprobs: list[float] | None = None
-    index: int = 0
 
     @property
     def count(self) -> int:
@@ -59,12 +58,6 @@ def samples_in(groups: Sequence[Group]) -> list[Sample]:
     return [sample for group in groups for sample in group.samples]
 
 
-def number_samples(groups: Sequence[Group]) -> None:
-    """Gives each sample of a step its index."""
-    for index, sample in enumerate(samples_in(groups)):
-        sample.index = index
-
-
 @dataclass
 class MicroBatch:
     """T packed ids, of which N enter the loss; all tensors on one device.
@@ -78,7 +71,7 @@ class MicroBatch:
     targets           int64, the id itself
     advantages        float32
     sampler_logprobs  float32
-    old_logprobs      float32, None if the samples have none
+    old_logprobs      float32, None if they are not computed yet
     """
 
     samples: list[Sample]
@@ -91,17 +84,6 @@ class MicroBatch:
     advantages: Tensor
     sampler_logprobs: Tensor
     old_logprobs: Tensor | None
-
-
-def by_sample(batches: Sequence[MicroBatch], values: Sequence[float]) -> dict[int, list[float]]:
-    """Returns values, one per id in the loss of the batches, cut by sample: index -> values."""
-    cut = {}
-    start = 0
-    for batch in batches:
-        for sample in batch.samples:
-            cut[sample.index] = list(values[start : start + sample.count])
-            start += sample.count
-    return cut
 
 
 def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> MicroBatch:
@@ -138,7 +120,7 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> MicroBa
         targets=integers(targets),
         advantages=floats(advantages),
         sampler_logprobs=floats(sampler_logprobs),
-        old_logprobs=floats(old_logprobs) if old_logprobs else None,
+        old_logprobs=floats(old_logprobs) if len(old_logprobs) == len(targets) else None,
     )
 
 

@@ -5,12 +5,13 @@ train.py has the updates themselves; this file has the parts that they are made 
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanorchestra.config import GrpoSection
+from nanorchestra.config import GrpoSection, ParallelSection
 from nanorchestra.model import lora
 from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import Qwen3
@@ -20,20 +21,72 @@ from nanorchestra.training.distributed import Ranks, shard_model
 from nanorchestra.training.grpo import bounded_exp, kl_estimate
 from nanorchestra.training.logprobs import full_kl, token_logprobs
 from nanorchestra.training.optimizers import build_optimizers
-from nanorchestra.training.packing import Group, MicroBatch, by_sample, divide, pack
+from nanorchestra.training.packing import Group, MicroBatch, divide, pack, samples_in
 
+PLAIN = ParallelSection()  # layers are kept, and all is on one device
 MAX_NORM = 1.0  # of the gradient, above which it is scaled down; the preset's largest was 0.22
 
 
+class UpdateMetrics:
+    """Sums over the ids of an update, kept on the device until its end.
+
+    Reading a number waits for the device, so it is done once an update, not once a micro-batch.
+    count: the ids in the loss, on all ranks.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.flops = 0.0  # of this rank
+        self._sums: dict[str, Tensor] = {}
+        self._largest: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, **values: Tensor) -> None:
+        """Adds the sums of values [N], or single values, by name, in float64."""
+        for name, value in values.items():
+            total = value.detach().sum(dtype=torch.float64)
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+    @torch.no_grad()
+    def add_mismatch(self, sampler_logprobs: Tensor, trainer_logprobs: Tensor) -> None:
+        """Adds how sampler and trainer differ at the ids in the loss, both [N].
+
+        mismatch_kl      log sampler - log trainer, whose mean estimates KL(sampler || trainer)
+        logprob_gap      its size; logprob_gap_max, the largest
+        mismatch_ratio   trainer / sampler; mismatch_ratio_max, the largest
+        """
+        mismatch = sampler_logprobs - trainer_logprobs
+        gap, ratio = mismatch.abs(), bounded_exp(-mismatch)
+        self.add(mismatch_kl=mismatch, logprob_gap=gap, mismatch_ratio=ratio)
+        for name, values in (("logprob_gap_max", gap), ("mismatch_ratio_max", ratio)):
+            largest = (values.max() if len(values) else values.new_zeros(())).double()
+            if name in self._largest:
+                largest = torch.maximum(largest, self._largest[name])
+            self._largest[name] = largest
+
+    def read(self, ranks: Ranks) -> dict[str, float]:
+        """Returns the means over the ids of all ranks; of FLOPs the sum, of `_max` the largest."""
+        names = [*self._sums, *self._largest]
+        values = torch.stack([*self._sums.values(), *self._largest.values()]).tolist()
+        own = dict(zip(names, values, strict=True)) | {"flops": self.flops}
+        every_rank = ranks.all_gather(own)
+        metrics = {name: sum(part[name] for part in every_rank) / self.count for name in self._sums}
+        for name in self._largest:
+            metrics[name] = max(part[name] for part in every_rank)
+        metrics["flops"] = sum(part["flops"] for part in every_rank)
+        return metrics
+
+
 class Trainer:
-    """A model, its optimizers, and `reference`: a frozen copy that a KL term is to, or None.
+    """A model with its optimizers. Nothing here is random.
 
     The model is plain, or sharded by distributed.shard_model over the same `ranks`. vocab_limit:
-    ids that can be sampled. token_budget: packed tokens of a micro-batch. activation_checkpointing:
-    a layer's input alone is kept, and the rest computed again in backward. cpu_offload, of a
-    sharded model: weights and moments are in host memory; dtype: that of computing in its
-    reference. A model with adapters needs no copy: the KL term is to its base. Nothing here is
-    random.
+    ids that can be sampled. token_budget: packed tokens of a micro-batch. parallel: whether layers
+    are computed again in backward, and whether a sharded model lies in host memory. dtype: that of
+    computing in a sharded reference.
+
+    reference: the frozen copy of the weights that the KL term of GRPO is to. None without the term,
+    and for a model with adapters, whose frozen base the term is to.
     """
 
     def __init__(
@@ -44,22 +97,40 @@ class Trainer:
         optimizer: str = "adamw",
         ranks: Ranks | None = None,
         token_budget: int = 16384,
-        activation_checkpointing: bool = False,
-        cpu_offload: bool = False,
+        parallel: ParallelSection = PLAIN,
         dtype: torch.dtype = torch.float32,
     ):
-        self.model = model
-        self.vocab_limit = vocab_limit
+        self.model, self.vocab_limit = model, vocab_limit
         self.ranks = ranks or Ranks(device=model.embed_tokens.weight.device)
-        self.token_budget = token_budget
-        self.cpu_offload, self.dtype = cpu_offload, dtype
+        self.token_budget, self.parallel, self.dtype = token_budget, parallel, dtype
         self.reference: Qwen3 | None = None
         for block in model.layers:
-            block.recompute = activation_checkpointing
+            block.recompute = parallel.activation_checkpointing
         self.optimizers = build_optimizers(model, optimizer)
 
+    def begin_grpo(self, grpo: GrpoSection) -> None:
+        """Takes the optimizers of GRPO, without moments; keeps the weights of now as reference."""
+        self.optimizers = build_optimizers(
+            self.model, grpo.optimizer, beta2=grpo.beta2, weight_decay=grpo.weight_decay
+        )
+        self.reference = None
+        if grpo.kl_coef and not lora.adapters(self.model):
+            self.reference = self._frozen_copy()
+
+    def _frozen_copy(self) -> Qwen3:
+        """Returns a frozen copy of the model, sharded as it is."""
+        with torch.device("meta"):
+            frozen = Qwen3(self.model.config).requires_grad_(False)
+            offload = self.parallel.cpu_offload
+            shard_model(frozen, self.ranks, self.dtype, cpu_offload=offload)
+        frozen.to_empty(device=self.model.norm.device)
+        frozen.load_state_dict(self.model.state_dict())
+        return frozen
+
+    # An update: micro-batches, log-probabilities, KL, step.
+
     def micro_batches(self, groups: Sequence[Group]) -> list[MicroBatch]:
-        """Returns this rank's share of a step, packed: as many micro-batches as other ranks have.
+        """Returns this rank's share of an update, packed: as many micro-batches as others have.
 
         All ranks call it with the same groups.
         """
@@ -75,23 +146,33 @@ class Trainer:
         shares = divide(groups, self.ranks.world_size, self.token_budget, flops)
         return [pack(batch, self.ranks.device) for batch in shares[self.ranks.rank]]
 
-    def hidden(self, batch: MicroBatch) -> Tensor:
-        """Returns the model's hidden states that predict the ids in the loss, [N, hidden]."""
-        return _hidden(self.model, batch)
+    def hidden(self, batch: MicroBatch, model: Qwen3 | None = None) -> Tensor:
+        """Returns the hidden states that predict the ids in the loss, [N, hidden].
+
+        They are those of the model in training, or of another `model`.
+        """
+        model = self.model if model is None else model
+        hidden = model(batch.tokens, batch.positions, batch.attention)  # [T, hidden]
+        # The end of a shared prompt predicts an id of each sample. The backward of embedding adds
+        # their gradients in one order; that of hidden[source] on several threads in any order.
+        return F.embedding(batch.source, hidden)
 
     def logprobs(
-        self, hidden: Tensor, batch: MicroBatch, temperature: float = 1.0
+        self,
+        hidden: Tensor,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        model: Qwen3 | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities of the ids in the loss, and entropies in nats: both fp32 [N].
 
-        hidden [N, hidden]. They are under the distribution at `temperature`, the sampler's.
+        hidden [N, hidden], with the output matrix of its model. They are under the distribution at
+        `temperature`, the sampler's.
         """
-        return self._logprobs(hidden, self.model.output_weight, batch, temperature)
-
-    def _logprobs(self, hidden, weight, batch, temperature) -> tuple[Tensor, Tensor]:
+        model = self.model if model is None else model
         return token_logprobs(
             hidden,
-            weight,
+            model.output_weight,
             batch.targets,
             temperature=temperature,
             vocab_limit=self.vocab_limit,
@@ -109,52 +190,36 @@ class Trainer:
 
         kind: "full", exact over the vocabulary, or "k2", an estimate from the ids.
         """
-        reference = self.reference or self.model  # adapters: the model without them
-        with torch.no_grad(), lora.disabled(reference):
-            ref_hidden = _hidden(reference, batch)
-        weight, ref_weight = self.model.output_weight, reference.output_weight
+        reference = self.model if self.reference is None else self.reference
+        with torch.no_grad(), lora.disabled(reference):  # a model with adapters is then its base
+            ref_hidden = self.hidden(batch, reference)
         if kind == "full":
             return full_kl(
                 hidden,
                 ref_hidden,
-                weight,
-                ref_weight,
+                self.model.output_weight,
+                reference.output_weight,
                 temperature=temperature,
                 vocab_limit=self.vocab_limit,
             )
         with torch.no_grad():
-            ref_logprobs, _ = self._logprobs(ref_hidden, ref_weight, batch, temperature)
+            ref_logprobs, _ = self.logprobs(ref_hidden, batch, temperature, reference)
         return kl_estimate(trainer_logprobs, ref_logprobs)
 
-    @torch.no_grad()
-    def score(self, groups: Sequence[Group], temperature: float = 1.0) -> list[list[float]]:
-        """Returns the log-probabilities of each sample's ids in the loss, on every rank."""
-        logprobs = []
-        batches = self.micro_batches(groups)
-        for batch in batches:
-            logprobs.append(self.logprobs(self.hidden(batch), batch, temperature)[0])
-        return self.gather_samples(by_sample(batches, torch.cat(logprobs).tolist()))
-
-    def gather_samples(self, values: dict[int, list[float]]) -> list[list[float]]:
-        """Returns the values of all samples in the order of their index.
-
-        values: those of this rank's samples, by the sample's index.
-        """
-        everywhere = {}
-        for part in self.ranks.all_gather(values):
-            everywhere |= part
-        return [everywhere[index] for index in sorted(everywhere)]
-
-    def optimizer_step(self, learning_rate: float, loss: float) -> float:
+    def optimizer_step(
+        self, groups: Sequence[Group], learning_rate: float, metrics: UpdateMetrics
+    ) -> dict[str, float]:
         """Clips the gradients, updates the weights and clears the gradients.
 
-        Returns the norm of the gradient before it was clipped, NaN if the step's `loss` is not
-        finite. Without a finite norm weights and moments stay as they were.
+        Returns the metrics of the update. `grad_norm` is that before clipping. `skipped` is 1 if
+        the loss or the norm is not finite: weights and moments then stay as they were. `tokens` are
+        those of the groups, shared ones counted once.
         """
-        if self.reference and self.ranks.mesh is not None:
+        update = metrics.read(self.ranks)
+        if self.reference is not None and self.ranks.mesh is not None:
             for module in (self.reference, *self.reference.layers):
                 module.reshard()  # no backward has done it
-        norm = self.clip_gradients() if math.isfinite(loss) else math.nan
+        norm = self.clip_gradients() if math.isfinite(update["loss"]) else math.nan
         if math.isfinite(norm):
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
@@ -162,12 +227,52 @@ class Trainer:
                 optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        return norm
+        return update | {
+            "grad_norm": norm,
+            "skipped": float(not math.isfinite(norm)),
+            "learning_rate": learning_rate,
+            "tokens": float(sum(group.tokens for group in groups)),
+        }
 
     def clip_gradients(self) -> float:
         """Scales the gradients down to MAX_NORM; returns their norm before that."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         return (norm.full_tensor() if is_sharded(norm) else norm).item()
+
+    # Log-probabilities before an update.
+
+    @torch.no_grad()
+    def score(self, groups: Sequence[Group], temperature: float = 1.0) -> None:
+        """Computes old_logprobs of every sample in the groups, on all ranks."""
+        micro_batches = self.micro_batches(groups)
+        logprobs = []
+        for batch in micro_batches:
+            logprobs.append(self.logprobs(self.hidden(batch), batch, temperature)[0])
+        self.keep_logprobs(groups, micro_batches, logprobs)
+
+    def keep_logprobs(
+        self,
+        groups: Sequence[Group],
+        micro_batches: Sequence[MicroBatch],
+        logprobs: Sequence[Tensor],
+    ) -> None:
+        """Writes old_logprobs of every sample in the groups, on all ranks.
+
+        logprobs[k], [N], are those of micro_batches[k], this rank's share of the groups.
+        """
+        samples = samples_in(groups)
+        for sample in samples:
+            sample.old_logprobs = None
+        values = iter(torch.cat(list(logprobs)).tolist())
+        for batch in micro_batches:
+            for sample in batch.samples:
+                sample.old_logprobs = list(islice(values, sample.count))
+        for part in self.ranks.all_gather([sample.old_logprobs for sample in samples]):
+            for sample, computed in zip(samples, part, strict=True):
+                if computed is not None:
+                    sample.old_logprobs = computed
+
+    # What the trainer holds and computes.
 
     def parameters(self) -> int:
         """Returns how many numbers the model has, those in 4 bits and of adapters included."""
@@ -187,8 +292,6 @@ class Trainer:
             reference=reference,
         )
 
-    # State.
-
     def tensors(self) -> dict[str, Tensor]:
         """Returns weights, moments and reference by name; writing to them writes to the trainer.
 
@@ -207,95 +310,10 @@ class Trainer:
                     state["step"] = torch.zeros((), device=p.device)
                 for key, value in state.items():
                     tensors[f"optimizer.{names[id(p)]}.{key}"] = value
-        if self.reference:
+        if self.reference is not None:
             for name, p in self.reference.named_parameters():
                 tensors[f"reference.{name}"] = p.detach()
         return tensors
-
-    def begin_grpo(self, grpo: GrpoSection) -> None:
-        """Replaces the optimizers by those of GRPO, without moments.
-
-        With a KL term the weights of now are kept as its reference; adapters have their base.
-        """
-        self.optimizers = build_optimizers(
-            self.model, grpo.optimizer, beta2=grpo.beta2, weight_decay=grpo.weight_decay
-        )
-        self.reference = None
-        if grpo.kl_coef and not lora.adapters(self.model):
-            self.reference = self._frozen_copy()
-
-    def _frozen_copy(self) -> Qwen3:
-        """Returns a frozen copy of the model, sharded as it is."""
-        with torch.device("meta"):
-            frozen = Qwen3(self.model.config).requires_grad_(False)
-            shard_model(frozen, self.ranks, self.dtype, cpu_offload=self.cpu_offload)
-        frozen.to_empty(device=self.model.norm.device)
-        frozen.load_state_dict(self.model.state_dict())
-        return frozen
-
-
-def _hidden(model: Qwen3, batch: MicroBatch) -> Tensor:
-    hidden = model(batch.tokens, batch.positions, batch.attention)  # [T, hidden]
-    # The end of a shared prompt predicts an id of each sample. The backward of embedding adds their
-    # gradients in one order; that of hidden[source] on several threads in any order.
-    return F.embedding(batch.source, hidden)
-
-
-class StepMetrics:
-    """Sums over the ids of a step, kept on the device until the end of the step.
-
-    Reading a number waits for the device, so it is done once a step, not once a micro-batch.
-    """
-
-    def __init__(self) -> None:
-        self.flops = 0.0  # of this rank
-        self._sums: dict[str, Tensor] = {}
-        self._largest: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def add(self, name: str, values: Tensor) -> None:
-        """Adds the sum of values [N], or a single value, in float64."""
-        total = values.detach().sum(dtype=torch.float64)
-        self._sums[name] = self._sums[name] + total if name in self._sums else total
-
-    @torch.no_grad()
-    def add_largest(self, name: str, values: Tensor) -> None:
-        """Keeps the largest of values [N] so far, at least 0."""
-        largest = values.detach().max().double() if len(values) else values.new_zeros(()).double()
-        if name in self._largest:
-            largest = torch.maximum(largest, self._largest[name])
-        self._largest[name] = largest
-
-    @torch.no_grad()
-    def add_mismatch(self, sampler_logprobs: Tensor, trainer_logprobs: Tensor) -> None:
-        """Adds how sampler and trainer differ at the ids in the loss, both [N].
-
-        mismatch_kl      log sampler - log trainer, whose mean estimates KL(sampler || trainer)
-        logprob_gap      its size; logprob_gap_max, the largest
-        mismatch_ratio   trainer / sampler; mismatch_ratio_max, the largest
-        """
-        mismatch = sampler_logprobs - trainer_logprobs
-        ratio = bounded_exp(-mismatch)
-        self.add("mismatch_kl", mismatch)
-        self.add("logprob_gap", mismatch.abs())
-        self.add("mismatch_ratio", ratio)
-        self.add_largest("logprob_gap_max", mismatch.abs())
-        self.add_largest("mismatch_ratio_max", ratio)
-
-    def read(self, ranks: Ranks, count: int) -> dict[str, float]:
-        """Returns the sums over the micro-batches of all ranks, divided by `count`.
-
-        The largest values are as they are, FLOPs are a sum.
-        """
-        names = [*self._sums, *self._largest]
-        values = torch.stack([*self._sums.values(), *self._largest.values()]).tolist()
-        own = dict(zip(names, values, strict=True)) | {"flops": self.flops}
-        every_rank = ranks.all_gather(own)
-        metrics = {name: sum(part[name] for part in every_rank) / count for name in self._sums}
-        for name in self._largest:
-            metrics[name] = max(part[name] for part in every_rank)
-        metrics["flops"] = sum(part["flops"] for part in every_rank)
-        return metrics
 
 
 def merge_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:

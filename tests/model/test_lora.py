@@ -14,13 +14,12 @@ import transformers
 from groups import grouped
 from safetensors.torch import load_file
 
-from nanorchestra.config import GrpoSection
+from nanorchestra.config import GrpoSection, ParallelSection
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors, save_checkpoint
 from nanorchestra.model.lora import adapters, add_adapters, disabled, reset, save_adapter
 from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.training.grpo import Objective
 from nanorchestra.training.packing import Sample
 from nanorchestra.training.trainer import Trainer
 from train import policy_update, supervised_update
@@ -88,11 +87,11 @@ def test_the_merged_model_computes_the_same(adapted):
 
 def test_the_base_is_the_reference_and_takes_no_memory(adapted):
     trainer = Trainer(adapted, vocab_limit=690)
-    trainer.begin_grpo(GrpoSection(kl_coef=1.0))
-    objective = Objective(kl_coef=1.0)
-    assert policy_update(trainer, GROUPS, objective, 0.0)[0]["kl"] > 1e-4
+    grpo = GrpoSection(kl_coef=1.0)
+    trainer.begin_grpo(grpo)
+    assert policy_update(trainer, GROUPS, grpo, 0.0)["kl"] > 1e-4
     reset(adapted, seed=0)
-    update, _ = policy_update(trainer, GROUPS, objective, 0.0)
+    update = policy_update(trainer, GROUPS, grpo, 0.0)
     assert update["kl"] == pytest.approx(0.0, abs=1e-7)
     assert not any(name.startswith("reference.") for name in trainer.tensors())
     assert all(module.enabled for _, module in adapters(adapted))
@@ -119,7 +118,7 @@ def test_peft_files_hold_the_adapters(model, tmp_path):
     add_adapters(model, rank=3, alpha=6.0, seed=1)
     trainer = Trainer(model, vocab_limit=690)
     supervised_update(trainer, GROUPS, 1e-2)
-    policy_update(trainer, GROUPS, Objective(), 1e-2)
+    policy_update(trainer, GROUPS, GrpoSection(), 1e-2)
     save_adapter(model, tmp_path / "adapter", "base")
     expected = dict(named_hf_tensors(model))
     for name, weight in applied(base, tmp_path / "adapter").items():
@@ -156,7 +155,8 @@ def test_peft_computes_the_same_from_the_base_and_the_adapter(model, tmp_path):
 
 def gradients(model, recompute):
     """The gradients of a policy step by name, and the largest |trainer - sampler|."""
-    trainer, taken = Trainer(model, vocab_limit=690, activation_checkpointing=recompute), {}
+    parallel = ParallelSection(activation_checkpointing=recompute)
+    trainer, taken = Trainer(model, vocab_limit=690, parallel=parallel), {}
 
     def take():
         parameters = model.named_parameters()
@@ -164,7 +164,7 @@ def gradients(model, recompute):
         return float("nan")  # no update
 
     trainer.clip_gradients = take
-    update, _ = policy_update(trainer, GROUPS, Objective(), 0.0)
+    update = policy_update(trainer, GROUPS, GrpoSection(), 0.0)
     return taken, update["logprob_gap_max"]
 
 

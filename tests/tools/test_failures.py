@@ -27,10 +27,10 @@ from scripted import ANSWER, EchoTool, call, echoing, execute, play
 from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.failures import EndpointError, is_infrastructure
 from nanorchestra.agent.numbering import in_attempt
+from nanorchestra.config import GrpoSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, Price, ToolCall, ToolResult
 from nanorchestra.report.terminal import Console
-from nanorchestra.settings import load_config
 from nanorchestra.tools import functions, http
 from nanorchestra.tools import index as index_module
 from nanorchestra.tools import spending as spending_module
@@ -41,10 +41,10 @@ from nanorchestra.tools.models import Expert
 from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from nanorchestra.training.grpo import Advantage, group_advantages, objective_of
+from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.trajectories import from_row, replay, to_row
-from reward import group_rewards
 from tools import LookupTool, PythonTool, load_tools
+from train import score_group
 from worlds.routers import OfferedExpert, ask_until_two_agree
 
 
@@ -194,11 +194,11 @@ def test_an_expert_that_is_down_costs_its_group_an_attempt_and_no_reward(
     assert (
         caused.status == "answered" and "HTTP 400: too long" in caused.turns[0].results[0].content
     )
-    rewards = [*group_rewards(group[:2], envs[0].task.preference), None]
-    objective = objective_of(load_config("nano").grpo)
-    right, wrong, failed = group_advantages(rewards, [True] * 3, objective, 0.0)
-    assert right.value > 0 > wrong.value and not (right.left_out or wrong.left_out)
-    assert failed == Advantage(0.0, "infrastructure")
+    grpo = GrpoSection(min_std=0.0)
+    kept, left_out = score_group(envs[0].task, group, grpo, None, Ranks())
+    assert kept == group[:2] and left_out == {"infrastructure": 1}
+    right, wrong, failed = (attempt.advantage for attempt in group)
+    assert right > 0 > wrong and failed == 0.0
 
 
 def test_a_router_fails_with_its_expert(nano_tokenizer):

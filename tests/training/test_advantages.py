@@ -8,20 +8,11 @@ import random
 import pytest
 import torch
 
-from nanorchestra.training.grpo import OBJECTIVES, Advantage, Objective, group_advantages
-
-
-def advantages_of(rewards, answered=None, min_std=0.0, **settings):
-    answered = answered or [True] * len(rewards)
-    return group_advantages(rewards, answered, Objective(**settings), min_std)
-
-
-def values(advantages):
-    return [advantage.value for advantage in advantages]
-
-
-def reasons(advantages):
-    return [advantage.left_out for advantage in advantages]
+import train
+from nanorchestra.config import GrpoSection
+from nanorchestra.records import Task, Trajectory, Turn
+from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.grpo import OBJECTIVES, group_advantages
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
@@ -35,51 +26,78 @@ def test_advantages_are_those_of_the_papers(name, size):
     if name == "toolorchestra":
         expected = torch.where(expected >= 1, expected + 0.1, expected)
         assert size == 2 or (expected >= 1.1).any()
-    advantages = group_advantages(drawn, [True] * size, OBJECTIVES[name], 0.05)
-    assert values(advantages) == pytest.approx(expected.tolist(), abs=1e-12)
-    assert reasons(advantages) == [None] * size
+    advantages = group_advantages(drawn, 0.05, OBJECTIVES[name].boost)
+    assert advantages == pytest.approx(expected.tolist(), abs=1e-12)
 
 
 @pytest.mark.parametrize("size", [8, 16])
 def test_no_cut_acts_on_the_largest_z_score(size):
-    advantages = advantages_of([1.0] + [0.0] * (size - 1))
-    assert advantages[0].value == pytest.approx((size - 1) / math.sqrt(size), abs=1e-4)
-    assert size > 8 or advantages[0].value < 2.48
-    boosted = advantages_of([1.0] + [0.0] * (size - 1), boost=0.1)
-    assert boosted[0].value == advantages[0].value + 0.1 and boosted[1:] == advantages[1:]
+    rewards = [1.0] + [0.0] * (size - 1)
+    advantages = group_advantages(rewards, 0.0)
+    assert advantages[0] == pytest.approx((size - 1) / math.sqrt(size), abs=1e-4)
+    assert size > 8 or advantages[0] < 2.48
+    boosted = group_advantages(rewards, 0.0, 0.1)
+    assert boosted[0] == advantages[0] + 0.1 and boosted[1:] == advantages[1:]
 
 
-def test_a_group_that_spreads_too_little_is_left_out():
-    for rewards, min_std, reason in (
-        ([0.7] * 4, 0.0, "homogeneous"),
-        ([0.1] * 3, 0.0, "homogeneous"),  # a mean that is rounded would leave a spread of 1e-17
-        ([1.0, 0.9], 0.1, "homogeneous"),  # std 0.0707
-        ([1.0, 0.9], 0.07, None),
-        ([1.0, 0.75, 0.5], 0.25, "homogeneous"),  # std 0.25: up to min_std
-        ([1.0], 0.0, "homogeneous"),
+def test_a_group_that_spreads_too_little_teaches_nothing():
+    for rewards, min_std, learns in (
+        ([0.7] * 4, 0.0, False),
+        ([0.1] * 3, 0.0, False),  # a mean that is rounded would leave a spread of 1e-17
+        ([1.0, 0.9], 0.1, False),  # std 0.0707
+        ([1.0, 0.9], 0.07, True),
+        ([1.0, 0.75, 0.5], 0.25, False),  # std 0.25: up to min_std
+        ([1.0], 0.0, False),
+        ([], 0.0, False),
     ):
-        advantages = advantages_of(rewards, min_std=min_std)
-        assert reasons(advantages) == [reason] * len(rewards), rewards
-        assert reason is None or set(values(advantages)) == {0.0}
+        assert (group_advantages(rewards, min_std) is not None) == learns, rewards
 
 
-def test_what_the_infrastructure_failed_is_in_no_mean():
-    advantages = advantages_of([1.0, None, 0.0, 0.5])
-    without = advantages_of([1.0, 0.0, 0.5])
-    assert advantages == [without[0], Advantage(0.0, "infrastructure"), *without[1:]]
-    assert reasons(advantages_of([1.0, None])) == ["homogeneous", "infrastructure"]
-    assert reasons(advantages_of([None, None])) == ["infrastructure"] * 2
-    assert advantages_of([]) == []
+@pytest.fixture
+def advantages_of(monkeypatch):
+    """advantages_of(rewards) are those of a group, None for attempts left out, and the reasons.
+
+    A reward of None: the infrastructure failed the attempt.
+    """
+
+    def scored(rewards, answered=None, **settings):
+        attempts = []
+        for reward, has_answer in zip(rewards, answered or [True] * len(rewards), strict=True):
+            status = "infrastructure" if reward is None else "answered"
+            turns, sampled = [Turn(1, 2, "stop")], [False, True]
+            attempt = Trajectory("t", 0, 1, [5, 6], sampled, turns=turns, status=status)
+            attempt.answer = "42" if has_answer else ""
+            attempts.append(attempt)
+        paid = [reward for reward in rewards if reward is not None]
+        monkeypatch.setattr(train, "group_rewards", lambda attempts, preference: paid)
+        grpo = GrpoSection(min_std=0.0, **settings)
+        kept, left_out = train.score_group(Task("t", "?"), attempts, grpo, None, Ranks())
+        assert [attempt.reward for attempt in attempts] == [reward or 0.0 for reward in rewards]
+        assert all(attempt.advantage == 0.0 for attempt in attempts if attempt not in kept)
+        advantages = [a.advantage if any(a is k for k in kept) else None for a in attempts]
+        return advantages, {reason: count for reason, count in left_out.items() if count}
+
+    return scored
+
+
+def test_what_the_infrastructure_failed_is_in_no_mean(advantages_of):
+    (first, failed, *others), reasons = advantages_of([1.0, None, 0.0, 0.5])
+    assert [first, *others] == group_advantages([1.0, 0.0, 0.5], 0.0) and failed is None
+    assert reasons == {"infrastructure": 1}
+    assert advantages_of([1.0, None]) == ([None, None], {"homogeneous": 1, "infrastructure": 1})
+    assert advantages_of([None, None]) == ([None, None], {"infrastructure": 2})
     # It is no fault of form, with or without an answer.
-    failed = advantages_of([1.0, None, 0.0], [True, False, True], drop_invalid_format=True)
-    assert reasons(failed) == [None, "infrastructure", None]
+    answered = [True, False, True]
+    _, reasons = advantages_of([1.0, None, 0.0], answered, objective="toolorchestra")
+    assert reasons == {"infrastructure": 1}
 
 
-def test_an_attempt_without_an_answer_is_left_out_but_in_the_mean():
+def test_an_attempt_without_an_answer_is_left_out_but_in_the_mean(advantages_of):
     rewards, answered = [1.0, 0.0, 0.5], [True, False, True]
-    kept = advantages_of(rewards, answered)
-    dropped = advantages_of(rewards, answered, drop_invalid_format=True)
-    assert reasons(kept) == [None] * 3 and kept[1].value < 0
-    assert dropped == [kept[0], Advantage(0.0, "invalid_format"), kept[2]]
-    same = advantages_of([0.5] * 3, answered, drop_invalid_format=True)
-    assert reasons(same) == ["homogeneous"] * 3
+    kept, reasons = advantages_of(rewards, answered)
+    assert kept == group_advantages(rewards, 0.0) and not reasons
+    dropped, reasons = advantages_of(rewards, answered, objective="toolorchestra")
+    boosted = group_advantages(rewards, 0.0, 0.1)
+    assert dropped == [boosted[0], None, boosted[2]] and reasons == {"invalid_format": 1}
+    _, reasons = advantages_of([0.5] * 3, answered, objective="toolorchestra")
+    assert reasons == {"homogeneous": 3}

@@ -19,7 +19,7 @@ from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.training import build
 from nanorchestra.training.distributed import Ranks
-from nanorchestra.training.packing import Group, Sample
+from nanorchestra.training.packing import Group, Sample, samples_in
 from nanorchestra.training.trainer import Trainer
 from train import supervised_update
 
@@ -48,11 +48,12 @@ def gap(engine, trainer, prompts=((5, 6, 7, 8), (9, 10, 11)), count=12) -> float
         given, count = len(prompt), len(done.token_ids)
         in_loss = [False] * given + [True] * count
         logprobs = [0.0] * given + done.logprobs
-        sample = Sample(prompt + done.token_ids, in_loss, logprobs, 1.0, index=len(groups))
+        sample = Sample(prompt + done.token_ids, in_loss, logprobs, 1.0)
         groups.append(Group([sample], given))
         drawn.append(done.logprobs)
-    computed = trainer.score(groups)
-    differences = torch.tensor(sum(computed, [])) - torch.tensor(sum(drawn, []))
+    trainer.score(groups)
+    computed = sum([sample.old_logprobs for sample in samples_in(groups)], [])
+    differences = torch.tensor(computed) - torch.tensor(sum(drawn, []))
     return differences.abs().max().item()
 
 
@@ -104,7 +105,9 @@ def test_demonstrations_lower_the_loss_and_the_engine_has_them_once_they_are_pub
 
     assert likelihood() == pytest.approx(-losses[0], abs=1e-3)
     publish()
-    assert likelihood() == pytest.approx(sum(trainer.score(groups)[0]) / 36, abs=1e-4)
+    trainer.score(groups)
+    (sample,) = samples_in(groups)
+    assert likelihood() == pytest.approx(sum(sample.old_logprobs) / 36, abs=1e-4)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import torch
 from gguf_files import write_gguf
 from safetensors.torch import load_file
 
-from nanorchestra.config import Config, GrpoSection
+from nanorchestra.config import Config, GrpoSection, ParallelSection
 from nanorchestra.formats.load import load_model
 from nanorchestra.model import checkpoint
 from nanorchestra.model.checkpoint import named_hf_tensors, save_checkpoint
@@ -32,7 +32,6 @@ from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.training import distributed as module
 from nanorchestra.training.checkpoint import Checkpoints
 from nanorchestra.training.distributed import Ranks, shard_model
-from nanorchestra.training.grpo import Objective
 from nanorchestra.training.packing import Group, mini_batches, samples_in
 from nanorchestra.training.trainer import Trainer
 from train import policy_update, supervised_update
@@ -87,8 +86,7 @@ def make_trainer(
         optimizer=optimizer,
         ranks=ranks,
         token_budget=budget,
-        activation_checkpointing=recompute,
-        cpu_offload=offload,
+        parallel=ParallelSection(activation_checkpointing=recompute, cpu_offload=offload),
         dtype=getattr(torch, dtype),
     )
 
@@ -107,13 +105,14 @@ def gradients(ranks: Ranks, kl: str = "", count: int = 5, **options) -> dict[str
         return float("nan")  # no update
 
     trainer.clip_gradients = take
-    objective = Objective(kl_coef=0.5, kl=kl) if kl else Objective()
+    objective = "toolorchestra" if kl == "k2" else "grpo"  # which has the exact KL
+    grpo = GrpoSection(objective=objective, optimizer="muon", kl_coef=0.5 if kl else 0.0)
     if kl:
-        trainer.begin_grpo(GrpoSection(optimizer="muon", kl_coef=0.5))
+        trainer.begin_grpo(grpo)
         with torch.no_grad():
             for p in trainer.model.parameters():
                 p.mul_(1.1)
-    update, _ = policy_update(trainer, make_groups(1, count), objective, 0.0)
+    update = policy_update(trainer, make_groups(1, count), grpo, 0.0)
     # not taken; a pack's shared ids are computed once in each
     for name in ("grad_norm", "skipped", "flops"):
         del update[name]
@@ -125,31 +124,31 @@ def losses(ranks: Ranks, steps: int = 8, **options) -> dict[str, torch.Tensor]:
     trainer = make_trainer(ranks, **options)
     values = [supervised_update(trainer, make_groups(n), 3e-3)["loss"] for n in range(steps)]
     for n in range(steps):
-        update, own = policy_update(trainer, make_groups(n), Objective(), 1e-3)
-        values.append(update["loss"])
-    logprobs = trainer.gather_samples(own)
-    counts = [sample.count for group in make_groups(steps - 1) for sample in group.samples]
-    assert [len(sample) for sample in logprobs] == counts
-    return {"losses": torch.tensor(values), "logprobs": torch.tensor(sum(logprobs, []))}
+        groups = make_groups(n)
+        values.append(policy_update(trainer, groups, GrpoSection(), 1e-3)["loss"])
+    return {"losses": torch.tensor(values), "logprobs": old_logprobs(groups)}
+
+
+def old_logprobs(groups: list[Group]) -> torch.Tensor:
+    """Those of all samples in order, which this rank has whoever computed them."""
+    samples = samples_in(groups)
+    assert [len(sample.old_logprobs) for sample in samples] == [s.count for s in samples]
+    return torch.tensor(sum([sample.old_logprobs for sample in samples], []))
 
 
 def several_updates(ranks: Ranks, **options) -> dict[str, torch.Tensor]:
     """A step of grpo.mini_batch with a reference: all log-probabilities first, then the updates."""
     trainer = make_trainer(ranks, **options)
-    trainer.begin_grpo(GrpoSection(optimizer="muon", kl_coef=0.5))
-    objective = Objective(kl_coef=0.5, importance_cap=2.0)
+    grpo = GrpoSection(optimizer="muon", kl_coef=0.5, importance_cap=2.0, mini_batch=4)
+    trainer.begin_grpo(grpo)
     values = []
     for step in range(2):
-        logprobs = {}
         groups = make_groups(step)
-        for sample, old_logprobs in zip(samples_in(groups), trainer.score(groups), strict=True):
-            sample.old_logprobs = old_logprobs
-        for part in mini_batches(groups, 4):
-            update, own = policy_update(trainer, part, objective, 1e-3)
+        trainer.score(groups)
+        for part in mini_batches(groups, grpo.mini_batch):
+            update = policy_update(trainer, part, grpo, 1e-3)
             values += [update["loss"], update["kl"], update["clip_fraction"]]
-            logprobs |= own
-    gathered = sum(trainer.gather_samples(logprobs), [])
-    return {"losses": torch.tensor(values), "logprobs": torch.tensor(gathered)}
+    return {"losses": torch.tensor(values), "logprobs": old_logprobs(groups)}
 
 
 def reference_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -202,10 +201,10 @@ def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
     reset(model, 1)
     trainer = Trainer(model, vocab_limit=VOCAB - 6, ranks=ranks)
     values = [supervised_update(trainer, make_groups(step), 3e-3)["loss"] for step in range(3)]
-    trainer.begin_grpo(GrpoSection(kl_coef=0.5))
+    grpo = GrpoSection(kl_coef=0.5)
+    trainer.begin_grpo(grpo)
     for step in range(3):
-        update, _ = policy_update(trainer, make_groups(step), Objective(kl_coef=0.5), 3e-3)
-        values.append(update["loss"])
+        values.append(policy_update(trainer, make_groups(step), grpo, 3e-3)["loss"])
     save_adapter(model, Path(target), source, write=ranks.first)
     weights = {name: value.clone() for name, value in named_hf_tensors(model)}
     return {"losses": torch.tensor(values)} | weights

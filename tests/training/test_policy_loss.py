@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanorchestra.training.grpo import OBJECTIVES, Objective, group_advantages, kl_estimate
+from nanorchestra.config import GrpoSection
+from nanorchestra.training.grpo import OBJECTIVES, group_advantages, kl_estimate
 from nanorchestra.training.packing import pack
 from train import policy_loss
+
+DUAL = GrpoSection(objective="toolorchestra")  # which has a dual clip
 
 
 def doubles(values, grad=False):
@@ -29,10 +32,10 @@ def batch_of(lengths, advantages, sampler, old=None):
     )
 
 
-def loss_of(logprobs, batch, objective, count, kl=None):
+def loss_of(logprobs, batch, grpo, count, kl=None):
     """The loss, and the sums of its terms."""
     entropy = torch.ones_like(logprobs)
-    loss, terms = policy_loss(logprobs, entropy, kl, batch, objective, count)
+    loss, terms = policy_loss(logprobs, entropy, kl, batch, grpo, count)
     return loss, {name: values.sum().item() for name, values in terms.items()}
 
 
@@ -94,15 +97,12 @@ def paper(name, groups, changed):
 
 
 def ours(name, groups, logprobs):
-    objective = OBJECTIVES[name]
     advantages, lengths = [], []
     for group in groups:
-        made = group_advantages([a[0] for a in group], [True] * len(group), objective, 0.0)
-        assert not any(advantage.left_out for advantage in made)
-        advantages += [advantage.value for advantage in made]
+        advantages += group_advantages([a[0] for a in group], 0.0, OBJECTIVES[name].boost)
         lengths += [len(attempt[1]) for attempt in group]
     batch = batch_of(lengths, advantages, flat(groups, 2))
-    return loss_of(logprobs, batch, objective, sum(lengths))[0]
+    return loss_of(logprobs, batch, GrpoSection(objective=name), sum(lengths))[0]
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
@@ -135,9 +135,9 @@ def test_an_importance_cap_weighs_the_surrogate_but_not_the_kl(cap):
     advantages = [0.3 * i - 2 for i in range(len(lengths))]
     batch = batch_of(lengths, advantages, (old - 0.2).tolist(), old.tolist())
     kl = kl_estimate(new, old)
-    plain, _ = loss_of(new, batch, Objective(), 1)
-    objective = Objective(importance_cap=cap, kl_coef=0.3)
-    loss, sums = loss_of(new, batch, objective, 1, kl)
+    plain, _ = loss_of(new, batch, GrpoSection(mini_batch=9), 1)
+    grpo = GrpoSection(mini_batch=9, importance_cap=cap, kl_coef=0.3)
+    loss, sums = loss_of(new, batch, grpo, 1, kl)
     weight = min(math.exp(0.2), cap)
     assert loss.item() == pytest.approx((weight * plain + 0.3 * kl.sum()).item(), abs=1e-9)
     assert sums["importance"] == pytest.approx(weight * len(old))
@@ -146,17 +146,18 @@ def test_an_importance_cap_weighs_the_surrogate_but_not_the_kl(cap):
 def test_the_old_policy_is_one_of_three():
     """Before several updates; the trainer of now under a cap; else the sampler."""
     new, sampler = doubles([-1.0, -2.0], grad=True), [-1.3, -1.9]
-    for objective, old, expected in (
-        (Objective(), [-1.1, -2.2], [-1.1, -2.2]),
-        (Objective(importance_cap=9.0), [-1.1, -2.2], [-1.1, -2.2]),
-        (Objective(importance_cap=9.0), None, [-1.0, -2.0]),
-        (Objective(), None, sampler),
+    for cap, old, expected in (
+        (0.0, [-1.1, -2.2], [-1.1, -2.2]),
+        (9.0, [-1.1, -2.2], [-1.1, -2.2]),
+        (9.0, None, [-1.0, -2.0]),
+        (0.0, None, sampler),
     ):
         batch = batch_of([1, 1], [1.0, -1.0], sampler, old)
-        (gradient,) = torch.autograd.grad(loss_of(new, batch, objective, 1)[0], new)
+        grpo = GrpoSection(importance_cap=cap, mini_batch=9 if old else 0)
+        (gradient,) = torch.autograd.grad(loss_of(new, batch, grpo, 1)[0], new)
         ratio = (new - doubles(expected)).exp()
         weight = (doubles(expected) - doubles(sampler)).exp()
-        weight = weight if objective.importance_cap else torch.ones_like(weight)
+        weight = weight if cap else torch.ones_like(weight)
         inside = torch.tensor([ratio[0] <= 1.28, ratio[1] >= 0.8])
         assert gradient.tolist() == pytest.approx(
             (-batch.advantages * ratio * weight * inside).tolist()
@@ -166,18 +167,17 @@ def test_the_old_policy_is_one_of_three():
 def test_metrics_count_what_the_clip_stopped():
     ratios, advantages = [1.5, 1.5, 0.5, 0.5, 30.0, 1.0], [1.0, -1.0, 1.0, -1.0, -1.0, 1.0]
     batch = batch_of([1] * 6, advantages, [0.0] * 6)
-    _, sums = loss_of(doubles([math.log(r) for r in ratios]), batch, Objective(dual_clip=10.0), 6)
+    _, sums = loss_of(doubles([math.log(r) for r in ratios]), batch, DUAL, 6)
     assert sums == {"clip_fraction": 2}
 
 
 def test_extreme_ratios_and_empty_batches_give_finite_gradients():
     new = doubles([0.0, 0.0], grad=True)
     batch = batch_of([1, 1], [1.0, -1.0], [-200.0, -200.0])
-    objective = Objective(dual_clip=10.0)
-    loss, _ = loss_of(new, batch, objective, 2)
+    loss, _ = loss_of(new, batch, DUAL, 2)
     loss.backward()
     assert loss.isfinite() and new.grad.isfinite().all()
     nothing = torch.zeros(0, requires_grad=True)
-    loss, sums = loss_of(nothing, pack([]), objective, 2)
+    loss, sums = loss_of(nothing, pack([]), DUAL, 2)
     loss.backward()
     assert loss == 0 and set(sums.values()) == {0.0}

@@ -65,7 +65,8 @@ def test_a_badly_formed_turn_leaves_the_loss_alone_the_others_stay(nano_tokenize
     kept = [x for x, in_loss in zip(sample.ids, sample.in_loss, strict=True) if in_loss]
     assert kept == t.ids[good.start : good.end]
     assert sum(s.count for s in as_group([t]).samples) == sum(t.sampled)
-    record_logprobs([t], [[-1.0] * len(kept)], True)
+    sample.old_logprobs = [-1.0] * len(kept)
+    record_logprobs([t], [sample], True)
     assert t.trainer_logprobs == [None] * (bad.end - bad.start) + [-1.0] * len(kept)
 
 
@@ -76,5 +77,8 @@ def test_the_trainers_log_probabilities_reach_the_attempts():
         return Trajectory("t", 0, 1, [5, 6, 7, 8], sampled, [0.0] * 4, [-1, 3, 4, 4], turns)
 
     whole, turns = attempt((0, 1)), attempt((0, 1), (2, 3))
-    record_logprobs([whole, turns], [[-1.5, -2.5, -0.5], [-3.0], [-3.5]])
+    samples = [sample for t in (whole, turns) for sample in as_group([t]).samples]
+    for sample, logprobs in zip(samples, ([-1.5, -2.5, -0.5], [-3.0], [-3.5]), strict=True):
+        sample.old_logprobs = logprobs
+    record_logprobs([whole, turns], samples)
     assert [t.trainer_logprobs for t in (whole, turns)] == [[-1.5, -2.5, -0.5], [-3.0, -3.5]]

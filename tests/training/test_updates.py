@@ -13,15 +13,8 @@ from groups import grouped
 from nanorchestra.config import GrpoSection
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.training.costs import model_flops
-from nanorchestra.training.grpo import Objective
-from nanorchestra.training.packing import (
-    Group,
-    Sample,
-    mini_batches,
-    number_samples,
-    pack,
-    samples_in,
-)
+from nanorchestra.training.grpo import OBJECTIVES, Objective
+from nanorchestra.training.packing import Group, Sample, mini_batches, pack, samples_in
 from nanorchestra.training.trainer import Trainer, merge_updates
 from train import policy_update, supervised_update
 
@@ -44,7 +37,6 @@ def make_groups(seed=0, groups=3, samples=3, vocab=600):
             logprobs = [rng.uniform(-7, -5) for _ in turn]
             members.append(Sample(turn, in_loss, logprobs, rng.uniform(-2, 2)))
         made.append(grouped([5, 6, 5, 7] + ids(rng.randint(3, 40)), members))
-    number_samples(made)
     return made
 
 
@@ -68,7 +60,10 @@ def test_the_gradient_of_hidden_states_has_the_same_bits_on_several_threads():
     assert len(seen) == 1
 
 
-def gradients(model, groups, objective=None, vocab_limit=690, **settings):
+PLAIN = GrpoSection()
+
+
+def gradients(model, groups, grpo=PLAIN, vocab_limit=690, **settings):
     """The gradients of one policy update by name, without its step."""
     trainer = Trainer(model, vocab_limit=vocab_limit, **settings)
     taken = {}
@@ -78,7 +73,7 @@ def gradients(model, groups, objective=None, vocab_limit=690, **settings):
         return float("nan")  # no step
 
     trainer.clip_gradients = take
-    policy_update(trainer, groups, objective or Objective(), 0.0)
+    policy_update(trainer, groups, grpo, 0.0)
     return taken
 
 
@@ -135,21 +130,17 @@ def test_with_a_least_entropy_only_the_ids_above_it_count(nano_model):
         (-(logprobs - logprobs.detach()).exp() * counts).sum().div(count).backward()
     expected = {name: p.grad.clone() for name, p in nano_model.named_parameters()}
     nano_model.zero_grad()
-    near(gradients(nano_model, groups, Objective(min_entropy=nats)), expected)
+    near(gradients(nano_model, groups, GrpoSection(min_entropy=nats)), expected)
 
 
-SURROGATES = [
-    Objective(importance_cap=2.0),
-    Objective(clip_low=0.1, clip_high=0.1, dual_clip=1.5),
-]
-
-
-@pytest.mark.parametrize("objective", SURROGATES, ids=["cap", "dual"])
+@pytest.mark.parametrize("cap", [2.0, 0.0], ids=["cap", "dual"])
 @pytest.mark.parametrize("budget", [1, 60])
-def test_micro_batches_do_not_change_the_gradient(nano_model, objective, budget):
-    groups = make_groups(1)
-    whole = gradients(nano_model, groups, objective)
-    parts = gradients(nano_model, groups[::-1], objective, token_budget=budget)
+def test_micro_batches_do_not_change_the_gradient(nano_model, monkeypatch, cap, budget):
+    tight = Objective(clip_low=0.1, clip_high=0.1, dual_clip=1.5)
+    monkeypatch.setitem(OBJECTIVES, "grpo", Objective() if cap else tight)
+    grpo = GrpoSection(importance_cap=cap)
+    whole = gradients(nano_model, make_groups(1), grpo)
+    parts = gradients(nano_model, make_groups(1)[::-1], grpo, token_budget=budget)
     near(parts, whole)
 
 
@@ -165,7 +156,6 @@ def test_every_turn_as_its_own_sample_gives_the_same_gradient(nano_model):
                 in_loss = [i >= start for i in range(end)]
                 parts = sample.ids[:end], in_loss, sample.sampler_logprobs[:end]
                 turns.append(Group([Sample(*parts, sample.advantage)], start))
-    number_samples(turns)
     near(gradients(nano_model, turns), gradients(nano_model, groups))
 
 
@@ -181,20 +171,20 @@ def test_an_importance_cap_weights_the_policy_gradient(nano_model):
         (-weights * logprobs).sum().div(sum(s.count for s in samples)).backward()
     expected = {name: p.grad.clone() for name, p in nano_model.named_parameters()}
     nano_model.zero_grad()
-    near(gradients(nano_model, groups, Objective(importance_cap=1.5)), expected)
+    near(gradients(nano_model, groups, GrpoSection(importance_cap=1.5)), expected)
 
 
 @pytest.mark.parametrize("budget", [1, 10_000])
-def test_an_update_returns_the_log_probabilities_before_it_and_the_mismatch(nano_model, budget):
+def test_an_update_keeps_its_log_probabilities_and_measures_the_mismatch(nano_model, budget):
     groups = make_groups(8)
     groups[0].samples[0].in_loss = [False] * len(groups[0].samples[0].ids)
     with torch.no_grad():
         expected = [alone(nano_model, s, 690, 0.7)[0].tolist() for s in samples_in(groups)]
     trainer = Trainer(nano_model, vocab_limit=690, token_budget=budget)
-    update, logprobs = policy_update(trainer, groups, Objective(), 1e-2, temperature=0.7)
+    update = policy_update(trainer, groups, PLAIN, 1e-2, temperature=0.7)
     gaps = []
     for sample, theirs in zip(samples_in(groups), expected, strict=True):
-        ours = logprobs[sample.index]
+        ours = sample.old_logprobs
         assert ours == pytest.approx(theirs, abs=1e-4)
         pairs = zip(sample.sampler_logprobs, sample.in_loss, strict=True)
         drawn = [logprob for logprob, in_loss in pairs if in_loss]
@@ -245,17 +235,17 @@ def test_the_update_lowers_the_loss_and_its_state_goes_on_exactly(nano_model, ki
     assert [supervised_update(trainer, groups, 3e-3)["loss"] for _ in range(3)] == straight
 
 
-def test_the_ratio_of_later_updates_is_to_the_policy_before_the_first(nano_model):
+def test_the_ratio_of_later_updates_is_to_the_policy_before_the_first(nano_model, monkeypatch):
     groups, trainer = make_groups(3), Trainer(nano_model, vocab_limit=690)
-    samples = [sample for group in groups for sample in group.samples]
-    for sample, old in zip(samples, trainer.score(groups), strict=True):
-        assert old == pytest.approx(alone(nano_model, sample)[0].tolist(), abs=1e-4)
-        sample.old_logprobs = old
-    tight = Objective(clip_low=1e-4, clip_high=1e-4)
+    trainer.score(groups)
+    for sample in samples_in(groups):
+        expected = alone(nano_model, sample)[0].tolist()
+        assert sample.old_logprobs == pytest.approx(expected, abs=1e-4)
+    monkeypatch.setitem(OBJECTIVES, "grpo", Objective(clip_low=1e-4, clip_high=1e-4))
+    several = GrpoSection(mini_batch=100)
     stopped = []
     for _ in range(2):
-        update, _ = policy_update(trainer, groups, tight, 1e-2)
-        stopped.append(update["clip_fraction"])
+        stopped.append(policy_update(trainer, groups, several, 1e-2)["clip_fraction"])
     assert stopped[0] == 0 and stopped[1] > 0.2
 
 
@@ -274,27 +264,27 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(nano_model):
     groups[0].samples[0].advantage = float("nan")
     trainer = Trainer(nano_model, vocab_limit=690)
     before = [p.clone() for p in nano_model.parameters()]
-    assert policy_update(trainer, groups, Objective(), 1e-2)[0]["skipped"] == 1
+    assert policy_update(trainer, groups, PLAIN, 1e-2)["skipped"] == 1
     groups = make_groups(5)
     first = groups[0].samples[0]
     first.sampler_logprobs[first.in_loss.index(True)] = float("nan")  # the gradient stays finite
-    assert policy_update(trainer, groups, Objective(), 1e-2)[0]["skipped"] == 1
+    assert policy_update(trainer, groups, PLAIN, 1e-2)["skipped"] == 1
     nano_model.norm.register_hook(lambda gradient: gradient * float("nan"))
     assert supervised_update(trainer, make_groups(5), 1e-2)["skipped"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, nano_model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kl", ["full", "k2"])
-def test_the_kl_to_the_reference_is_zero_at_the_reference_and_pulls_back(nano_model, kl):
+@pytest.mark.parametrize("objective", ["grpo", "toolorchestra"], ids=["full", "k2"])
+def test_the_kl_to_the_reference_is_zero_at_the_reference_and_pulls_back(nano_model, objective):
     groups = make_groups(6)
-    for group in groups:
-        for sample in group.samples:
-            sample.advantage = 0.0
-    trainer, objective = Trainer(nano_model, vocab_limit=690), Objective(kl_coef=1.0, kl=kl)
-    trainer.begin_grpo(GrpoSection(kl_coef=1.0))
+    for sample in samples_in(groups):
+        sample.advantage = 0.0
+    trainer = Trainer(nano_model, vocab_limit=690)
+    grpo = GrpoSection(objective=objective, kl_coef=1.0)
+    trainer.begin_grpo(grpo)
 
     def step(rate):
-        return policy_update(trainer, groups, objective, rate)[0]["kl"]
+        return policy_update(trainer, groups, grpo, rate)["kl"]
 
     assert step(0.0) == pytest.approx(0.0, abs=1e-9)
     with torch.no_grad():
@@ -310,10 +300,11 @@ def test_flops_count_every_packed_id_and_attended_pair_once(nano_model):
     assert packed.pairs == sum(position + 1 for position in packed.positions.tolist())
     expected = model_flops(nano_model.config, len(packed.tokens), packed.pairs, len(packed.targets))
     trainer = Trainer(nano_model, vocab_limit=690)
-    assert policy_update(trainer, groups, Objective(), 0.0)[0]["flops"] == expected
+    assert policy_update(trainer, groups, PLAIN, 0.0)["flops"] == expected
     assert supervised_update(trainer, groups, 0.0)["flops"] == expected
-    trainer.begin_grpo(GrpoSection(kl_coef=1.0))
-    update, _ = policy_update(trainer, groups, Objective(kl_coef=0.1), 0.0)
+    with_kl = GrpoSection(kl_coef=0.1)
+    trainer.begin_grpo(with_kl)
+    update = policy_update(trainer, groups, with_kl, 0.0)
     assert update["flops"] == pytest.approx(4 / 3 * expected)
 
 
@@ -329,14 +320,14 @@ def test_numbers_are_read_from_the_device_once_a_step_not_once_a_micro_batch(
             return read(tensor)
 
         monkeypatch.setattr(torch.Tensor, name, counted)
-    counts = []
+    counts, grpo = [], GrpoSection(kl_coef=0.1, importance_cap=2.0)
     for budget in (1, 10_000):
         trainer = Trainer(nano_model, vocab_limit=690, token_budget=budget)
-        trainer.begin_grpo(GrpoSection(kl_coef=1.0))
+        trainer.begin_grpo(grpo)
         groups = make_groups(2)
         batches = len(trainer.micro_batches(groups))
         reads.clear()
-        policy_update(trainer, groups, Objective(kl_coef=0.1, importance_cap=2.0), 1e-3)
+        policy_update(trainer, groups, grpo, 1e-3)
         counts.append((batches, len(reads)))
     (many, reads_of_many), (one, reads_of_one) = counts
     assert many > 5 and one == 1 and reads_of_many == reads_of_one <= 4, counts
