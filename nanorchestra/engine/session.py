@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 class Session:
     """One conversation. A turn computes only what has been appended since the last one.
 
+    As plain requests on the prefix cache, turns compute the last part of a page again: 10,240
+    tokens in place of 9,392, and 4 to 9% more CPU time, for 16 conversations of nano with 8 turns
+    of 40 given and 16 sampled tokens on a prompt of 300.
+
     When pages run out, the engine may take those of a session that waits for a tool. Its next turn
     then computes them anew.
     """

