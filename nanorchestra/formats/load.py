@@ -78,9 +78,11 @@ def load_model(
 ) -> tuple[Qwen3, Tokenizer | None]:
     """Returns the model of a word and its tokenizer, None without tokenizer.json.
 
-    `word` is a directory in Hugging Face layout, a .gguf file or a hub id, "Qwen/Qwen3-0.6B". The
-    others are load_checkpoint's: "int4" holds matrices of AutoAWQ as they are stored. Raises
-    UserError.
+    `word` is a directory in Hugging Face layout, a .gguf file or a hub id, "Qwen/Qwen3-0.6B".
+    dtype: of computing; float32 takes twice the memory of a checkpoint in bfloat16. quantise:
+    "int8" or "int4" rounds the matrices as they are read; "int4" holds those of AutoAWQ as they are
+    stored. `build` makes the model of a configuration. On a CPU, `pack` it before an Engine is
+    made. Raises UserError.
     """
     directory, tensors = open_model(word)
     model, tokenizer = load_checkpoint(directory, device, dtype, quantise, build, tensors)
