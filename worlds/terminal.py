@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -17,13 +17,13 @@ from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.tool import Tool, all_ban_names
 from nanorchestra.errors import UserError, nearest, require
-from nanorchestra.files import append_line, read_json_lines
+from nanorchestra.files import append_line, read_json, read_json_lines, write_whole
+from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Task, Trajectory
 from nanorchestra.report.terminal import Console, counted, footer
 from nanorchestra.report.trace import tree
 from nanorchestra.schemas import Json
-from nanorchestra.serving.transcript import Transcript
 from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
@@ -355,6 +355,61 @@ class Terminal:
         lines = [f"{name:9}{getattr(self, 'do_' + name[1:]).__doc__}" for name in COMMANDS]
         examples = [f"  {example}" for example in self.world.examples]
         self.console.line("\n".join(["Questions to copy:", *examples, *lines, KEYS]))
+
+
+@dataclass
+class Transcript:
+    """Questions and answers as messages, and all that followed the first question as ids.
+
+    An attempt continues the ids, so that the engine's prefix cache serves them. Tools may change in
+    between: their descriptions stand before the ids.
+    """
+
+    tokenizer: Tokenizer
+    messages: list[Json] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def lead(self, env: ToolEnvironment) -> None:
+        """Puts the transcript before the message of `env`."""
+        (question,) = env.messages
+        if self.ids:  # else the template writes all anew
+            next_ids = chat.encode_reply(self.tokenizer, "user", [question["content"]])
+            env.prompt = [*self._head(env), *self.ids, *next_ids]
+        env.messages = [*self.messages, question]
+
+    def keep(self, env: ToolEnvironment, attempt: Trajectory) -> None:
+        """Adds the attempt at `env` that `lead` began, whether it has ended or was stopped."""
+        self.messages = [*env.messages, {"role": "assistant", "content": attempt.answer}]
+        if not self.tokenizer.markers:
+            return
+        self.ids = attempt.ids[len(self._head(env)) :]
+        if self.ids[-1:] != [self.tokenizer.end_of_turn]:
+            self.ids.append(self.tokenizer.end_of_turn)
+
+    def note(self, question: str, answer: str) -> None:
+        """Adds a question that stands alone, and its answer; no attempt continues it."""
+        self.messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+
+    def _head(self, env: ToolEnvironment) -> list[int]:
+        """Returns the ids of the tools and the first question."""
+        return chat.encode(self.tokenizer, self.messages[:1], env.tools)
+
+    def save(self, path: str) -> None:
+        """Writes the conversation as JSON. UserError if the place cannot be written."""
+        write_whole(path, json.dumps([self.messages, self.ids]) + "\n")
+
+    def load(self, path: str) -> None:
+        """Reads what `save` wrote with the same tokenizer. UserError for another kind of file."""
+        saved = read_json(path)
+        try:
+            messages, ids = saved
+            _ = messages[-1]["content"]
+        except (TypeError, ValueError, LookupError):
+            raise UserError(f"{path}: not a conversation, as /save writes") from None
+        self.messages, self.ids = messages, ids
 
 
 def show_again(path: Path, tokenizer: Tokenizer) -> None:
