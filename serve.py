@@ -227,7 +227,7 @@ def serve_openai(
 
     `name` is the model's for clients.
     """
-    from nanorchestra.serving.http import Server, serve_http  # half a second, only for --http
+    from nanorchestra.serving.api import Server, serve_http  # half a second, only for --http
 
     more = None
     if options.mcp:
@@ -278,8 +278,8 @@ def serve_mcp(
     sampling: dict[str, float],
 ) -> None:
     """Serves a client of MCP on its pipes until it closes them."""
+    from nanorchestra.serving.loop import Service
     from nanorchestra.serving.mcp import serve_pipes
-    from nanorchestra.serving.service import Service
 
     service = Service(rollout.engine, recorder(options.trace))
     serve_pipes(mcp_tool(service, name, rollout, world, sampling), service, pipes)

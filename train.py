@@ -567,7 +567,7 @@ def build_player(config: Config, engine: Engine, temperature: float) -> Rollout:
     agent = agent_of(config.task)
     if not agent:
         return player
-    from nanorchestra.serving.agent_rollout import played_by
+    from nanorchestra.serving.agents import played_by
 
     return played_by(agent, player, config.task.agent_timeout_s)  # docs/agents.md
 

@@ -15,7 +15,7 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import RolloutSection
 from nanorchestra.engine.sampler import Draw
 from nanorchestra.records import Task
-from nanorchestra.serving.http import Server
+from nanorchestra.serving.api import Server
 
 CALL = '<tool_call>\n{"name": "echo", "arguments": {"text": "hi"}}\n</tool_call>'
 ABOUT = {

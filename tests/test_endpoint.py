@@ -14,7 +14,7 @@ from openai_server import openai_server, said
 from running_server import wait
 
 import serve
-from nanorchestra.serving import http as serving
+from nanorchestra.serving import api as serving
 from nanorchestra.tools import http
 
 RUN = ("python", json.dumps({"code": "print(6 * 7)"}))
@@ -125,7 +125,7 @@ def test_over_http_the_loop_alone_is_served(endpoint, tools, monkeypatch, capsys
         assert [each.id for each in client.models.list()] == ["big+tools"]
         whole = ask(temperature=0.25, metadata={"usd": "2"})
         assert whole.choices[0].message.content == "It is 42"
-        assert whole.choices[0].message.reasoning_content == "I run itso"
+        assert whole.choices[0].message.reasoning_content == "I run it\n\nso"
         assert whole.nanorchestra["cost_usd"] == pytest.approx(0.50092, rel=1e-3)
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (500, 42)
         assert endpoint.bodies[0]["temperature"] == 0.25
@@ -153,11 +153,11 @@ def test_over_http_the_loop_alone_is_served(endpoint, tools, monkeypatch, capsys
 
         asking = threading.Thread(target=wait_for_it)
         asking.start()
-        wait(lambda: server.service.remote)
+        wait(lambda: server.service.attempts)
         server.service.end()
         asking.join(10)
         left.set()
-        assert refused[0].status_code == 503 and not server.service.remote
+        assert refused[0].status_code == 503 and not server.service.attempts
     finally:
         server.should_exit = True
         thread.join(30)

@@ -23,8 +23,8 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.records import Price
 from nanorchestra.report.tables import aligned
 from nanorchestra.schemas import Json
-from nanorchestra.serving.http import Server
-from nanorchestra.serving.listening import address, listen
+from nanorchestra.serving.api import Server
+from nanorchestra.serving.http import address, listen
 from nanorchestra.tools.spending import Spending
 from nanorchestra.units import dollars, mean_and_ends, percent
 from worlds.metrics import FAILURE_CHARS, interval

@@ -45,7 +45,7 @@ FRIENDLY = (
     "nano knows only its miniature world. Three questions to copy:\n  {}\nAny other needs a larger "
     "model: serve.py --model MODEL@URL, or --model with a hub id. /help lists the commands."
 )
-SUM = re.compile(r"\d+ *[-+*/x×:] *\d+")
+SUM = re.compile(r"\d *[-+*/x×:] *\d")
 SUMS = (
     "nano knows two kinds of sums: three digits times one, such as 417 * 6, and two digits plus or "
     "minus two, such as 47 + 36"

@@ -10,6 +10,7 @@ here.
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -31,11 +32,17 @@ from starlette.types import Receive, Scope, Send
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.threads import in_daemon
 from nanorchestra.errors import UserError
-from nanorchestra.records import Limit
-from nanorchestra.schemas import Json, whole_characters
-from nanorchestra.serving.orchestrate import REPORTED, MakeEnvironment, orchestrated
-from nanorchestra.serving.protocol import ChatRequest, Names, Words
-from nanorchestra.serving.service import REQUEST_S, Service
+from nanorchestra.records import Limit, Preference
+from nanorchestra.schemas import whole_characters
+from nanorchestra.serving.loop import (
+    REPORTED,
+    REQUEST_S,
+    MakeEnvironment,
+    Names,
+    ServedAttempt,
+    Service,
+    Words,
+)
 from nanorchestra.units import bill
 from nanorchestra.validation import validated
 
@@ -61,6 +68,11 @@ class Question(BaseModel, extra="forbid"):
     never: Names = Field(
         [], description="Names of tools, models or kinds of tools that may not be called."
     )
+
+    def wish(self) -> Preference:
+        """Returns the preference, with the limits beside it. UserError."""
+        limits = Preference(usd=self.usd, seconds=self.seconds, never=self.never)
+        return Preference.parse(self.preference, "preference").stricter(limits)
 
 
 class Answer(BaseModel):
@@ -107,11 +119,15 @@ def tool_server(
             )
         report = None
         try:
-            body = _body(params.arguments or {}, sampling)
-            chunks = orchestrated(service, rollout, make, body)
-            report = await _followed(chunks, context.session.report_progress)
-            text = report["answer"] or f"no answer: {report['status']}"
-            failed = not report["answer"]
+            asked = validated(Question, params.arguments or {}, TOOL)
+            seed = secrets.randbits(62)
+            env = make(asked.question, asked.wish(), seed)
+            attempt = ServedAttempt(service, rollout, env, seed, sampling)
+            await _follow(attempt, context.session.report_progress)
+            t = attempt.trajectory
+            answer = whole_characters(t.answer)
+            report = {"answer": answer} | {name: getattr(t, name) for name in REPORTED}
+            text, failed = answer or f"no answer: {t.status}", not answer
         except Exception as error:
             text, failed = whole_characters(_line(error)), True
         return types.CallToolResult(
@@ -121,17 +137,10 @@ def tool_server(
     return Server(name, on_list_tools=listed, on_call_tool=called)
 
 
-def _body(arguments: Json, sampling: dict[str, float]) -> ChatRequest:
-    """Returns the body of a request to NAME+tools. UserError if the arguments are wrong."""
-    metadata = validated(Question, arguments, TOOL).model_dump(exclude_defaults=True)
-    messages = [{"role": "user", "content": metadata.pop("question")}]
-    return ChatRequest(model=TOOL, messages=messages, metadata=metadata, **sampling)
-
-
 def _line(error: Exception) -> str:
     """Returns what the client is told of an exception, in one line."""
     if isinstance(error, UserError):
-        return str(error).removeprefix("metadata.")
+        return str(error)
     if isinstance(error, HTTPException):
         return error.detail
     if isinstance(error, TimeoutError):
@@ -140,10 +149,8 @@ def _line(error: Exception) -> str:
     return "internal error"
 
 
-async def _followed(
-    chunks: AsyncIterator[Json], progress: Callable[..., Awaitable[None]]
-) -> dict[str, Any]:
-    """Returns the report of an attempt, as Answer says; thoughts, calls and results are told.
+async def _follow(attempt: ServedAttempt, progress: Callable[..., Awaitable[None]]) -> None:
+    """Plays an attempt to its end; thoughts, calls and results are told.
 
     progress(count, total, message) sends a message.
     """
@@ -165,26 +172,24 @@ async def _followed(
 
     silence = asyncio.ensure_future(break_silence())
     try:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                news = chunk.get("nanorchestra", {})
-                for choice in chunk["choices"]:
-                    thought += choice["delta"].get("reasoning_content", "")
-                if thought.strip() and (news or time.monotonic() - at > THOUGHT_S):
+        async with aclosing(attempt.follow()) as news:
+            async for kind, payload in news:
+                if kind == "reasoning":
+                    thought += payload
+                is_news = kind in ("call", "result")
+                if thought.strip() and (is_news or time.monotonic() - at > THOUGHT_S):
                     await tell("thinks", thought)
                     thought = ""
-                if "call" in news:
-                    await tell("calls", news["call"])
-                elif result := news.get("result"):
-                    label = "error" if result["error"] else "result"
-                    cost = bill(result["cost_usd"], result["latency_s"])
-                    await tell(f"{label} ({cost})", result["content"])
-                elif "turns" in news:
-                    answer = whole_characters(chunk["choices"][0]["delta"].get("content", ""))
-                    report = {name: news[name] for name in REPORTED}
+                if kind == "call":
+                    await tell("calls", payload)
+                elif kind == "result":
+                    label = "error" if payload.error else "result"
+                    cost = bill(payload.cost_usd, payload.latency_s)
+                    await tell(f"{label} ({cost})", payload.content)
+        if thought.strip():
+            await tell("thinks", thought)
     finally:
         silence.cancel()
-    return {"answer": answer, **report}
 
 
 @contextmanager

@@ -23,14 +23,15 @@ from pydantic import ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from nanorchestra.agent.threads import in_thread
-from nanorchestra.serving.listening import (
+from nanorchestra.serving.http import (
+    Application,
+    Body,
+    Whole,
     address,
-    application,
     listen,
     problem_of,
     serve,
 )
-from nanorchestra.serving.protocol import Body, Whole
 from nanorchestra.tools.index import Index, Passage
 
 MOST_BYTES = 128 << 10  # of a body; a query of QUERY_CHARS has 96 KB at most
@@ -64,7 +65,7 @@ class SearchServer(uvicorn.Server):
     def __init__(self, index: Index, host: str = "127.0.0.1"):
         self.index, self.searches, self._waiting = index, 0, 0
         self._queries: asyncio.Queue[Query] = asyncio.Queue()
-        app = application(refuse, host, MOST_BYTES, self._working)
+        app = Application(refuse, host, MOST_BYTES, self._working)
         app.post("/search")(self._search)
         app.get("/health")(self._health)
         super().__init__(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=STOP_S))
@@ -143,8 +144,7 @@ def serve_index(load: Callable[[], Index], host: str, port: int) -> None:
     with listen(host, port) as listening:
         index = load()
         print(index.about)
-        print(f"served at {address(listening)}, the corpus of a catalogue's search tool")
-        print("Ctrl-C ends it", flush=True)
         server, start = SearchServer(index, listening.getsockname()[0]), time.monotonic()
-        serve(server, listening)
+        told = f"served at {address(listening)}, the corpus of a catalogue's search tool"
+        serve(server, listening, f"{told}\nCtrl-C ends it")
         print(f"ended after {server.searches} searches in {time.monotonic() - start:.0f} s")

@@ -27,8 +27,8 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.tool import all_ban_names
 from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.records import Price, Task, banned
+from nanorchestra.serving.api import Server
 from nanorchestra.serving.endpoint import EndpointRollout
-from nanorchestra.serving.http import Server
 from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.http import Reply
 from nanorchestra.tools.models import Expert, ExpertTool, ServedOrchestrator
@@ -268,7 +268,7 @@ def play(nano_tokenizer, tmp_path_factory):
         if kind == "endpoint":
             rollout = behind_endpoint(engine, "gpt-5")
         (t,) = rollout.run([env], [seed])
-        while any(server.service.remote for server, _ in servers):
+        while any(server.service.attempts for server, _ in servers):
             time.sleep(0.001)  # a task that was given up still goes on
         return t, preference, [*ledger]
 

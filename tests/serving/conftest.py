@@ -6,7 +6,7 @@ import pytest
 from running_server import ABOUT, Running, scripted
 
 from nanorchestra.engine.engine import Engine
-from nanorchestra.serving import service
+from nanorchestra.serving import loop
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def make_engine(make_nano, nano_tokenizer):
 @pytest.fixture(scope="module")
 def running(make_engine):
     with pytest.MonkeyPatch.context() as limits:
-        limits.setattr(service, "REQUEST_S", 60)
+        limits.setattr(loop, "REQUEST_S", 60)
         running = Running(make_engine(), about=ABOUT)
         yield running
         running.assert_idle()

@@ -20,8 +20,7 @@ from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
 from nanorchestra.formats.load import load_rollout
 from nanorchestra.model.checkpoint import NANO
-from nanorchestra.serving.agent_rollout import played_by
-from nanorchestra.serving.agents import AgentFunction, load_agent
+from nanorchestra.serving.agents import AgentFunction, load_agent, played_by
 from nanorchestra.training.grpo import as_group, gave_answer, rewritten_share
 from nanorchestra.training.trajectories import contexts, from_row, to_row
 from worlds.agent_tasks import AgentTasks

@@ -23,7 +23,7 @@ from scripted import EchoTool
 import serve
 from nanorchestra.records import Preference, ToolResult
 from nanorchestra.serving import mcp as served
-from nanorchestra.serving.orchestrate import OrchestratorConversation
+from nanorchestra.serving.loop import ServedConversation
 
 ROOT = Path(__file__).parents[2]
 # serve.py --mcp with a library that prints, and an engine that is slow while a file is there.
@@ -31,10 +31,10 @@ SERVE = """
 import asyncio, os, sys, time
 import serve
 from nanorchestra.agent.loop import Attempt
-from nanorchestra.serving import mcp, service
+from nanorchestra.serving import loop, mcp
 from worlds.terminal import MiniatureQuestions
 mcp.THOUGHT_S = 0.1
-opened, run, step = MiniatureQuestions.open, Attempt.run, service.Service._step
+opened, run, step = MiniatureQuestions.open, Attempt.run, loop.Service._step
 def noisy_open(self, *args):
     print("noise", flush=True)
     os.system("echo noise of a child")
@@ -48,7 +48,7 @@ async def told_run(self):
 def slow_step(self):
     time.sleep(0.03 * os.path.exists(sys.argv[1]))
     return step(self)
-MiniatureQuestions.open, Attempt.run, service.Service._step = noisy_open, told_run, slow_step
+MiniatureQuestions.open, Attempt.run, loop.Service._step = noisy_open, told_run, slow_step
 sys.exit(serve.main(["--mcp", *sys.argv[2:]]))
 """
 ORDER = "what is the age of the customer of order 512?"
@@ -173,6 +173,7 @@ def test_a_question_is_answered_with_progress_and_nothing_else_is_on_stdout(pipe
         ({"question": " \n"}, "ask: question is ' \\n'; string should match pattern"),
         ({"question": "a" * 100_001}, "string should have at most 100000 characters"),
         ({"question": "who?"}, "outside the miniature's world: 'who?'; ask like "),
+        ({"question": "1" * 100_000}, "outside the miniature's world: '1111"),  # at once
         ({"question": LAW, "preference": "banana=3"}, "preference: there is no banana; weights"),
         ({"question": LAW, "usd": 0}, "ask: usd is 0; it should be greater than 0"),
         ({"question": LAW, "never": ["x"]}, "preference: there is no x to ban; there are tool-"),
@@ -302,7 +303,7 @@ def test_at_an_address(start, mode, monkeypatch):
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 def test_a_client_at_an_address_that_leaves_ends_its_attempt(start, mode, monkeypatch):
     release, closed = threading.Event(), threading.Event()
-    monkeypatch.setattr(OrchestratorConversation, "close", lambda self: closed.set())
+    monkeypatch.setattr(ServedConversation, "close", lambda self: closed.set())
 
     class Hanging(EchoTool):
         def call(self, arguments):
@@ -328,7 +329,7 @@ def test_failures_are_errors_of_the_tool(start, monkeypatch):
     for says in ("it is down", "internal error"):
         ((result, _),) = client.ask({"question": "!ask"})
         assert result.is_error and result.content[0].text == says
-        monkeypatch.setattr(OrchestratorConversation, "prices", None)
+        monkeypatch.setattr(ServedConversation, "prices", None)
     assert [type(error) for error in logged] == [TypeError]
 
 

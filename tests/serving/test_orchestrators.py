@@ -14,7 +14,7 @@ from scripted import ANSWER, EchoTool, call, play
 import serve
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.records import Preference, Task
-from nanorchestra.serving import orchestrate
+from nanorchestra.serving import loop
 from nanorchestra.tools.sandbox import Sandbox
 from tools import load_tools
 
@@ -123,7 +123,7 @@ def test_what_a_task_has_cost_that_failed_under_way_is_its_most(tmp_path):
 
 def test_a_silent_stream_has_comments_that_clients_ignore(make_engine, monkeypatch):
     """A tool takes a second, in which nothing was sent: a read time-out could end the answer."""
-    monkeypatch.setattr(orchestrate, "KEEP_S", 0.1)
+    monkeypatch.setattr(loop, "KEEP_S", 0.1)
     server = Running(make_engine(), EchoTool(seconds=1.0, blocking=True))
     try:
         client = openai.OpenAI(base_url=f"{server.base}/v1", api_key="none", max_retries=0)

@@ -19,7 +19,7 @@ from openai_server import openai_server
 
 from nanorchestra.errors import UserError
 from nanorchestra.serving import retrieval
-from nanorchestra.serving.listening import listen
+from nanorchestra.serving.http import listen
 from nanorchestra.serving.retrieval import SearchServer
 from nanorchestra.tools import index as index_module
 from nanorchestra.tools.corpus import open_index

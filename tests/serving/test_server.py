@@ -31,8 +31,9 @@ from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.scheduler import Scheduler
 from nanorchestra.engine.sequence import Request
 from nanorchestra.records import Preference, ToolResult
-from nanorchestra.serving import orchestrate, service
-from nanorchestra.serving.protocol import Choice
+from nanorchestra.serving import loop
+from nanorchestra.serving.api import Choice
+from nanorchestra.serving.http import serve as serve_until_signal
 from nanorchestra.tools.sandbox import Sandbox
 
 ROOT = Path(__file__).parents[2]
@@ -167,11 +168,14 @@ def test_other_mistakes_have_their_status(http, running):
         (404, "Not Found", lambda: http.get("/v2/nothing")),
         (405, "Method", lambda: http.get(CHAT)),
         (413, "Too Large", lambda: http.post(CHAT, content=b" " * 10**7, headers=json_type)),
-        (413, '{"message":"Content', lambda: http.post(CHAT, content=parts(), headers=json_type)),
+        (413, "Too Large", lambda: http.post(CHAT, content=parts(), headers=json_type)),
         (415, "application/json", lambda: http.post(CHAT, content=b"{}")),
+        (400, "Host header", lambda: http.get("/health", headers={"host": "evil.example"})),
     ):
         answer = ask()
-        assert answer.status_code == status and reason in answer.text, answer.text
+        error = answer.json()["error"]
+        assert answer.status_code == status and reason in error["message"], answer.text
+        assert error["type"] == "invalid_request_error"
 
 
 def test_what_is_harmless_is_served(http):
@@ -253,8 +257,8 @@ def test_a_failed_step_is_an_error_and_the_next_answer_is_right(running, monkeyp
 
 def test_a_full_server_refuses_and_a_long_request_ends(start, monkeypatch):
     server = start()
-    monkeypatch.setattr(service, "REQUESTS", 2)
-    monkeypatch.setattr(service, "REQUEST_S", 0.5)
+    monkeypatch.setattr(loop, "REQUESTS", 2)
+    monkeypatch.setattr(loop, "REQUEST_S", 0.5)
     body = chat_body("babble", max_tokens=2000, ignore_eos=True)
     with httpx.Client(base_url=server.base, timeout=30) as http, ThreadPoolExecutor(2) as pool:
         long = pool.submit(http.post, CHAT, json=body | {"n": 2})
@@ -305,7 +309,7 @@ def test_the_loop_runs_in_the_server(http, running):
     answer = http.post(CHAT, json=body).json()
     (choice,), report = answer["choices"], answer["nanorchestra"]
     message = {"role": "assistant", "content": "Answer: fourty-two, or so."}
-    assert choice["message"] == message | {"reasoning_content": "hmmhmm"}
+    assert choice["message"] == message | {"reasoning_content": "hmm\n\nhmm"}
     assert report["calls"] == {"echo": 1} and report["cost_usd"] > 0.25 and report["latency_s"] > 2
     assert report["turns"][0]["results"][0]["content"] == "hi"
     alone = http.post(CHAT, json=chat_body("!ask") | {"model": "nano+tools"}).json()["nanorchestra"]
@@ -379,7 +383,7 @@ def test_a_loop_that_is_left_or_takes_too_long_frees_the_sandbox(start, leaves, 
                 entered.set()
                 return ToolResult(sandbox.run("while True: pass", 60).stdout)
 
-        monkeypatch.setattr(orchestrate, "REQUEST_S", 60 if leaves else 0.5)
+        monkeypatch.setattr(loop, "REQUEST_S", 60 if leaves else 0.5)
         server = start(Endless(blocking=True))
         client = HTTPConnection(server.base.removeprefix("http://"))
         body = json.dumps(chat_body("!ask") | {"model": "nano+tools"})
@@ -443,7 +447,7 @@ def test_an_ending_server_lets_streams_finish_until_its_deadline(
     start, drain_s, tokens, monkeypatch
 ):
     """A short one ends by itself, an endless one with an error."""
-    monkeypatch.setattr("nanorchestra.serving.http.DRAIN_S", drain_s)
+    monkeypatch.setattr("nanorchestra.serving.api.DRAIN_S", drain_s)
     server = start()
     body = chat_body("babble", max_tokens=tokens, stream=True, n=8, ignore_eos=True)
     with httpx.Client(base_url=server.base, timeout=60) as http, ThreadPoolExecutor(1) as pool:
@@ -477,6 +481,21 @@ def test_sigterm_ends_the_command_with_status_0(tmp_path):
         assert events(answer)
     assert process.wait(30) == 0
     assert len(trace.read_text().splitlines()) == 1
+
+
+def test_a_signal_that_comes_before_uvicorn_listens_for_it_ends_the_server(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(handler))
+    handlers, ran = [], []
+
+    class Early:
+        should_exit = False
+
+        def run(self, sockets):
+            handlers[0](signal.SIGTERM, None)
+            ran.append(self.should_exit)
+
+    serve_until_signal(Early(), None, "")
+    assert ran == [True]
 
 
 class BrokenError(Exception):
