@@ -68,7 +68,7 @@ def test_a_pipe_of_questions_and_commands(endpoint, tools, monkeypatch, capsys):
     ):
         assert f"\n  {line}" in out
     # 500 tokens read and 42 written, and a call.
-    assert "cost   $0.501, " in out and " 2 turns\n" in out and "python (1): $0.500" in out
+    assert "cost   $0.501, " in out and " 2 turns\n" in out and "python (1): $0.5, " in out
     assert "big:1b at http" in err and "$1 in, $10 out per million tokens; any question" in err
     first, _, again = endpoint.bodies[:3]
     assert (first["model"], first["temperature"]) == ("big:1b", 0.5)
