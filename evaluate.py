@@ -28,6 +28,8 @@ import re
 import subprocess
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -57,7 +59,7 @@ from worlds.policies import ROUTERS, RUNS, Policy, parse
 from worlds.questions import QuestionWorld
 from worlds.recorded import record
 from worlds.recorded_programs import CHANCE
-from worlds.routers import routers_of
+from worlds.routers import Router, routers_of
 from worlds.user_reward import UserReward, load_reward
 
 TAU2 = "tau2:"  # before a domain that tau2-bench's own package plays
@@ -155,38 +157,26 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
     run = open_run(options, policies)
     spending.keep_in(run.path / "spent.json")
 
-    sides = []  # who plays where
-    for world_name in worlds:
+    sides = []
+    for name, world in worlds.items():
         for policy in policies:
-            if policy.kind != "router" or policy.base in routers[world_name]:
-                sides.append((world_name, policy))
-    count = sum(len(tasks[world_name]) for world_name, _ in sides) * options.trials
+            if policy.kind != "router" or policy.base in routers[name]:
+                router = routers[name].get(policy.base)
+                sides.append(Side(len(sides), name, world, tasks[name], policy, router))
+    count = sum(len(side.tasks) for side in sides) * options.trials
     bar = tqdm(total=count, unit="attempt", dynamic_ncols=True, disable=None)  # on a terminal only
 
-    played: dict[str, dict[str, metrics.Pairs]] = defaultdict(dict)  # by world and policy
+    played: dict[str, dict[str, list[metrics.Pair]]] = defaultdict(dict)  # by world and policy
     problem = ""
     try:
-        for number, (world_name, policy) in enumerate(sides):
-            player = routers[world_name].get(policy.base)  # a model is loaded when needed
-            if policy.base == CHANCE:
-                player.programs.follow(played.get(world_name, {}).get(policies[0].text))
-            starts = range(0, len(tasks[world_name]), options.parallel)
-            blocks = [(trial, start) for trial in range(options.trials) for start in starts]
-            bar.set_description(policy.text[-MOST_LABEL:])
-            for place, (trial, start) in enumerate(blocks):
-                file = run.path / file_name(number, world_name, policy, place)
-                if not file.exists():
-                    player = player or policy.load(spending, options.parallel)
-                    block = tasks[world_name][start : start + options.parallel]
-                    seed = options.seed + TRIAL * trial
-                    world = worlds[world_name]
-                    attempts = play_block(player, policy, world, block, seed, start, own_reward)
-                    check_block(policy, attempts, spending)
-                    record_block(file, policy, block, attempts, trial)
-                rows = [row for _, row in read_json_lines(file)]
-                pairs = played[world_name].setdefault(policy.text, [])
-                pairs += [from_row(row) for row in rows]
-                bar.update(len(rows))
+        for side in sides:
+            if side.policy.base == CHANCE:
+                first = played.get(side.world_name, {}).get(policies[0].text)
+                side.router.programs.follow(first)
+            bar.set_description(side.policy.text[-MOST_LABEL:])
+            for block in play_side(side, run, options, spending, own_reward):
+                played[side.world_name].setdefault(side.policy.text, []).extend(block)
+                bar.update(len(block))
     except UserError as error:
         problem = f"{error}. {run.path} has what was measured; the same command goes on"
     finally:
@@ -369,15 +359,50 @@ def run_path(options: Namespace, text: str) -> Path:
     return path
 
 
-# One block of attempts.
+# The attempts of a policy, block by block.
 
 
-def file_name(number: int, world: str, policy: Policy, place: int) -> str:
-    """Returns the name of a block's file: in the order of playing, and named by the policy."""
-    parts = [
-        re.sub(r"[^\w.=-]+", "-", text).strip("-.")[-MOST_LABEL:] for text in (world, policy.text)
-    ]
-    return f"{number:02}-{parts[0]}-{parts[1]}-{place:04}.jsonl"
+@dataclass(frozen=True)
+class Side:
+    """A policy in a world, which --world names so. `router` plays it; None: what it loads.
+
+    `number` is its place in the order of playing.
+    """
+
+    number: int
+    world_name: str
+    world: World
+    tasks: list[Task]
+    policy: Policy
+    router: Router | None
+
+    def file_name(self, place: int) -> str:
+        """Returns the name of a block's file: in the order of playing, and named by the policy."""
+        parts = []
+        for text in (self.world_name, self.policy.text):
+            parts.append(re.sub(r"[^\w.=-]+", "-", text).strip("-.")[-MOST_LABEL:])
+        return f"{self.number:02}-{parts[0]}-{parts[1]}-{place:04}.jsonl"
+
+
+def play_side(
+    side: Side, run: Run, options: Namespace, spending: Spending, own_reward: UserReward | None
+) -> Iterator[list[metrics.Pair]]:
+    """Yields the attempts of a side by blocks: played and recorded, or read if they were before.
+
+    UserError as `check_block` says.
+    """
+    player = side.router
+    blocks = product(range(options.trials), range(0, len(side.tasks), options.parallel))
+    for place, (trial, start) in enumerate(blocks):
+        file = run.path / side.file_name(place)
+        if not file.exists():
+            player = player or side.policy.load(spending, options.parallel)
+            tasks = side.tasks[start : start + options.parallel]
+            seed = options.seed + TRIAL * trial
+            attempts = play_block(player, side.policy, side.world, tasks, seed, start, own_reward)
+            check_block(side.policy, attempts, spending)
+            record_block(file, side.policy, tasks, attempts, trial)
+        yield [from_row(row) for _, row in read_json_lines(file)]
 
 
 def play_block(

@@ -22,7 +22,8 @@ from nanorchestra.schemas import Json
 from reward import preference_score, reward_parts, task_rewards
 from worlds.user_reward import UserReward
 
-Pairs = Sequence[tuple[Task, Trajectory]]  # attempts, each with its task
+Pair = tuple[Task, Trajectory]  # an attempt with its task
+Pairs = Sequence[Pair]
 Figures = dict[str, float | None]  # by name; None: the attempt has no such figure
 FAILURE_CHARS = 200  # of what the infrastructure failed with
 COMPARED = ("reward", "reward_of_calls", "accuracy", "cost_usd", "latency_s")  # paired by task
@@ -235,7 +236,7 @@ def published_preference(ours: Pairs, base: Pairs) -> float | None:
     return fmean(scores) if scores else None
 
 
-def finished(pairs: Iterable[tuple[Task, Trajectory]]) -> list[tuple[Task, Trajectory]]:
+def finished(pairs: Iterable[Pair]) -> list[Pair]:
     """Returns the attempts that the infrastructure did not fail, with their tasks."""
     return [(task, attempt) for task, attempt in pairs if attempt.status != "infrastructure"]
 
