@@ -263,34 +263,15 @@ def load_world(
     """
     file = Path(name.removeprefix(PREFIX))
     require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
-    names, ban_names = catalogue.names_of(tools), all_ban_names(tools)
     preference = preferences.of_setting(settings.preference)
     if preference:
-        preference.check_names("task.preference", names, ban_names)
+        names = catalogue.names_of(tools), all_ban_names(tools)
+        preference.check_names("task.preference", *names)
     splits = {"train": [], HELD_OUT: []}
-    strangers = Counter()
-    by_name, untaught = {tool.name: tool for tool in tools}, Counter()
-    for row in load_rows(file):
-        for call in row.calls:
-            _check_call(call, by_name, f"{file}: question {row.id}: calls")
-        if lacking := [call["tool"] for call in row.calls if call["tool"] not in by_name]:
-            untaught.update(set(lacking))
-            row = replace(row, calls=())
-        if row.preference is not None:
-            weights = row.preference.tools
-            strangers.update(weights.keys() - {*names})
-            known = {name: weight for name, weight in weights.items() if name in names}
-            row = replace(row, preference=preferences.worded(replace(row.preference, tools=known)))
-            row.preference.check_names(f"{file}: question {row.id}", names, ban_names)
+    for row in _fitting(load_rows(file), file, tools):
         digest = hashlib.sha256(row.question.encode()).digest()
         splits["train" if int.from_bytes(digest[:4]) % EVERY else HELD_OUT].append(row)
     count = sum(map(len, splits.values()))
-    if untaught:
-        listed = ", ".join(f"{name} ({times} rows)" for name, times in untaught.most_common(5))
-        print(f"{file}: calls of tools that the catalogue lacks: {listed}", file=sys.stderr)
-    if strangers:
-        listed = ", ".join(f"{name} ({times} rows)" for name, times in strangers.most_common(5))
-        print(f"{file}: weights of tools that the catalogue lacks: {listed}", file=sys.stderr)
     few = f"{file}: {count} questions are too few; every fifth by its hash is held out"
     require(all(splits.values()), few)
     for split, rows in splits.items():
@@ -299,6 +280,36 @@ def load_world(
     teaches = any(row.calls for row in splits["train"])
     world = TaughtQuestions if teaches else QuestionWorld
     return world(name, splits, tools, judge, seed, simulated, preference)
+
+
+def _fitting(rows: Sequence[QuestionRow], file: Path, tools: Sequence[Tool]) -> list[QuestionRow]:
+    """Returns the rows without calls and weights of tools that the catalogue lacks.
+
+    A line on stderr counts each of the two. UserError for a call or a ban that is wrong.
+    """
+    names, ban_names = catalogue.names_of(tools), all_ban_names(tools)
+    by_name = {tool.name: tool for tool in tools}
+    lacking = {"calls": Counter(), "weights": Counter()}
+    fitting = []
+    for row in rows:
+        where = f"{file}: question {row.id}"
+        for call in row.calls:
+            _check_call(call, by_name, f"{where}: calls")
+        if unknown := {call["tool"] for call in row.calls} - by_name.keys():
+            lacking["calls"].update(unknown)
+            row = replace(row, calls=())
+        if row.preference is not None:
+            weights = row.preference.tools
+            lacking["weights"].update(weights.keys() - {*names})
+            known = {name: weight for name, weight in weights.items() if name in names}
+            row = replace(row, preference=preferences.worded(replace(row.preference, tools=known)))
+            row.preference.check_names(where, names, ban_names)
+        fitting.append(row)
+    for what, counts in lacking.items():
+        if counts:
+            listed = ", ".join(f"{name} ({times} rows)" for name, times in counts.most_common(5))
+            print(f"{file}: {what} of tools that the catalogue lacks: {listed}", file=sys.stderr)
+    return fitting
 
 
 def _check_call(call: Json, tools: dict[str, Tool], where: str) -> None:
