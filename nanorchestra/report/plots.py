@@ -152,6 +152,7 @@ def frontier(policies: dict[str, Json], turns: bool = False) -> str:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         else:
             axes.set_xlabel("cost per task")
+            axes.xaxis.set_major_locator(MaxNLocator(5))  # amounts are long
             _write_axis(axes.xaxis, dollars)
         points = []
         for place, (name, scores) in enumerate(shown.items()):
