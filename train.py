@@ -55,6 +55,7 @@ from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.lora import save_adapter
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.page import write_report
+from nanorchestra.report.plan import plan
 from nanorchestra.report.tables import held_out_scores, table
 from nanorchestra.schemas import Json
 from nanorchestra.settings import is_dry_run
@@ -81,7 +82,6 @@ from nanorchestra.training.grpo import (
 )
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.packing import Group, MicroBatch, mini_batches, samples_in
-from nanorchestra.training.plan import plan
 from nanorchestra.training.printing import progress_bar
 from nanorchestra.training.progress import TrainingRun, peak_memory_mb
 from nanorchestra.training.rollout import (

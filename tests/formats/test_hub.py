@@ -15,11 +15,11 @@ from nanorchestra import formats, load_model
 from nanorchestra.errors import UserError
 from nanorchestra.formats.load import fetch
 from nanorchestra.model.checkpoint import NANO
+from nanorchestra.report.plan import plan
 from nanorchestra.settings import load_config
 from nanorchestra.tools.corpus import build_index
 from nanorchestra.training.command import choose_run, parse
 from nanorchestra.training.distributed import Ranks
-from nanorchestra.training.plan import plan
 from worlds import policies
 
 REPO = "Qwen/Qwen3-8B"
