@@ -1,0 +1,120 @@
+"""The core alone: a model is made, generates, and takes three steps of GRPO in a world of its own.
+
+test_core.py runs it with all that is around the core shut.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from nanorchestra import Engine, SamplingParams, chat
+from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.agent.loop import Rollout
+from nanorchestra.agent.tool import Tool
+from nanorchestra.config import GrpoSection, RolloutSection
+from nanorchestra.model.checkpoint import PRESETS, named_hf_tensors
+from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.tokenizer import train_bpe
+from nanorchestra.records import Price, Task, ToolResult
+from nanorchestra.schemas import arguments_schema
+from nanorchestra.training.grpo import as_group, group_advantages
+from nanorchestra.training.trainer import Trainer, UpdateMetrics
+
+STEPS, TASKS, GROUP = 3, 4, 8
+SETTINGS = RolloutSection(turns=2, turn_tokens=64, context_tokens=1024)
+
+
+# A world: sums, a calculator to do them with, and short answers, which alone are in reach of a
+# model of random weights.
+
+
+class Calculator(Tool):
+    """Adds."""
+
+    name, description, kind = "add", "Adds two numbers.", "function"
+    parameters = arguments_schema(a="integer", b="integer")
+
+    def call(self, arguments):
+        """Returns the sum."""
+        return ToolResult(str(arguments["a"] + arguments["b"]))
+
+
+class Sums:
+    """Tasks without end: sums, of which the shorter an answer the better."""
+
+    name = "sums"
+
+    def size(self, split):
+        """Returns None: without end."""
+
+    def task(self, split, index):
+        """Returns the task of a place."""
+        return Task(f"{split}-{index}", f"What is {index} plus {index + 1}?", world=self.name)
+
+    def environment(self, task, seed):
+        """Returns one attempt at a task."""
+        return ToolEnvironment(task, [Calculator()], lambda answer: 1 / (1 + len(answer)))
+
+
+def generate(engine):
+    """Returns two completions of a prompt, greedy and drawn."""
+    messages = [{"role": "user", "content": "What is 1 plus 2?"}]
+    ids = chat.encode(engine.tokenizer, messages, tools=None)
+    params = SamplingParams(temperature=0.0, max_tokens=8, seed=0), SamplingParams(max_tokens=8)
+    return engine.generate([ids, ids], list(params))
+
+
+def update(trainer, groups, learning_rate):
+    """Makes one optimizer step, of an update whose ratio is 1; returns its metrics."""
+    sums = UpdateMetrics(sum(sample.count for group in groups for sample in group.samples))
+    for batch in trainer.micro_batches(groups):
+        logprobs, entropy = trainer.logprobs(trainer.hidden(batch), batch)
+        loss = -(batch.advantages * (logprobs - logprobs.detach()).exp()).sum() / sums.count
+        loss.backward()
+        sums.add(loss=loss * sums.count, entropy=entropy)
+        sums.add_mismatch(batch.sampler_logprobs, logprobs)
+    return trainer.optimizer_step(groups, learning_rate, sums)
+
+
+def main():
+    """Generates, then trains; prints a line of each step."""
+    tokenizer = train_bpe(["What is 1 plus 2?"], 512)
+    ids = {"vocab_size": tokenizer.vocab_size, "eos_token_ids": tuple(tokenizer.eos_ids)}
+    shape = replace(PRESETS["nano"], hidden_size=64, num_hidden_layers=2, **ids)
+    trained, sampling = Qwen3(shape), Qwen3(shape)
+    trained.init_weights(0)
+    engine = Engine(sampling, tokenizer)
+    engine.update_weights(named_hf_tensors(trained))
+    assert all(len(done.token_ids) == len(done.logprobs) > 0 for done in generate(engine))
+
+    def params(seed, budget):
+        return SamplingParams(budget, seed=seed)
+
+    player = Rollout(engine, tokenizer, params, SETTINGS, Price(0.0, 0.0))
+    trainer, world = Trainer(trained, vocab_limit=tokenizer.vocab_size), Sums()
+    trainer.begin_grpo(GrpoSection(kl_coef=0.0))
+    for step in range(STEPS):
+        tasks = [world.task("train", step * TASKS + number) for number in range(TASKS)]
+        tasks = [task for task in tasks for _ in range(GROUP)]
+        seeds = range(step * len(tasks), (step + 1) * len(tasks))
+        attempts = player.run([world.environment(task, 0) for task in tasks], list(seeds))
+        groups = []
+        for start in range(0, len(attempts), GROUP):
+            members = attempts[start : start + GROUP]
+            advantages = group_advantages([attempt.outcome for attempt in members], min_std=0.0)
+            if advantages is not None:
+                for attempt, advantage in zip(members, advantages, strict=True):
+                    attempt.advantage = advantage
+                groups.append(as_group(members))
+        metrics = update(trainer, groups, learning_rate=1e-3)
+        engine.update_weights(named_hf_tensors(trained))
+        reward = sum(attempt.outcome for attempt in attempts) / len(attempts)
+        print(f"step {step}: reward {reward:.3f}, grad_norm {metrics['grad_norm']:.3f}")
+        assert metrics["grad_norm"] > 0 and not metrics["skipped"], metrics
+        assert metrics["logprob_gap_max"] < 1e-4, "sampler and trainer differ"
+        assert set(attempts[0].weight_versions) == {-1, step + 1}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
