@@ -4,6 +4,7 @@ from tqdm import tqdm
 
 from nanorchestra.schemas import Json
 from nanorchestra.training.distributed import Ranks
+from nanorchestra.units import dollars, percent, seconds
 
 WARM_START_LINES = 20  # steps of a warm start from one printed line to the next
 
@@ -29,8 +30,8 @@ def step_line(row: Json, steps: int) -> str:
         return f"warm start step {row['step']:4d}/{steps}  loss {row['loss']:.3f}  {speed}"
     line = (
         f"step {row['step']:4d}/{steps}  reward {row['reward']:.3f}  "
-        f"accuracy {row['accuracy']:.2f}  cost {row['cost_usd'] * 1e3:.2f} m$  "
-        f"latency {row['latency_s']:.1f} s  preference {row['preference']:.2f}  {speed}"
+        f"right {percent(row['accuracy'])}  cost {dollars(row['cost_usd'])}  "
+        f"time {seconds(row['latency_s'])}  preference {row['preference']:.3f}  {speed}"
     )
     if "loss" not in row:
         reasons = ", ".join(row["filtered"]) or "nothing was sampled"
