@@ -28,7 +28,7 @@ def draft(world: World, seed: int, directory: Path) -> None:
     The same world and seed write the same bytes. UserError if `directory` cannot be written.
     """
     tokenizer = train_bpe(texts(world, LESSONS), VOCAB_SIZE)
-    preset = PRESETS["nano"]
+    preset = PRESETS.get(world.name, PRESETS["nano"])
     shape = dataclasses.replace(
         preset,
         vocab_size=max(preset.vocab_size, -(-tokenizer.vocab_size // 64) * 64),
