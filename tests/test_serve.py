@@ -229,7 +229,7 @@ def test_what_a_limit_refused_is_said_where_it_happens_in_the_bill_and_in_the_tr
     shown = out().replace("\n" + " " * 9, " ")
     happened, bill = shown.split("  cost   ")
     bill, trace = bill.split(f"\n{LAW}")
-    reason = r"up to \$0\.013, \$0\.00\d+ left"
+    reason = r"up to \$0\.0129, \$0\.00\d+ left"
     assert re.search(rf"error  Error: refused tool-ro-ta-vi: {reason}", happened)
     assert re.search(rf"tool-se-li \(1\): .*tool-ro-ta-vi \(1 refused\): {reason}", bill)
     assert re.search(rf"tool-ro-ta-vi {{}}: Error: refused tool-ro-ta-vi: {reason}", trace)
