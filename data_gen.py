@@ -22,14 +22,13 @@ from pathlib import Path
 
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import write_whole
-from worlds.toolscale.author import try_blueprint, write_blueprint
-from worlds.toolscale.blueprint import BUILT_IN, build
-from worlds.toolscale.pipeline import claim, make_all, make_batch, report, show
-from worlds.toolscale.planner import LEVELS
+from worlds.toolscale.domain import BUILT_IN, build
+from worlds.toolscale.generate import claim, make_all, make_batch, report, show
+from worlds.toolscale.plan import LEVELS
 
 DESCRIPTION = (
     "Makes domains (databases, tools, policies), and verified multi-step tool-calling tasks in "
-    "them. 10,000 tasks of the built-in author take a minute and a half on two cores."
+    "them. 10,000 tasks take about a minute on two cores."
 )
 
 
@@ -50,13 +49,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--domains",
         default=",".join(BUILT_IN),
-        help="built-in names or blueprint files (all eight); with --endpoint, any words",
+        help="built-in names, and .py files of your own (all six)",
     )
     add("--difficulty", default="1-5", help="1 to 5, or a range such as 2-4 (1-5)")
-    add(
-        "--endpoint", help="base URL of an OpenAI-compatible server, whose model writes the domains"
-    )
-    add("--model", default="gpt-5", help="with --endpoint: the model to ask for (gpt-5)")
     options = parser.parse_args(arguments)
     for name in ("tasks", "workers", "show"):
         value = getattr(options, name)
@@ -68,8 +63,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.domains = [name.strip() for name in options.domains.split(",")]
     distinct = len({Path(name).stem for name in options.domains})
     require(distinct == len(options.domains), "--domains must name none twice")
-    missing = not options.out and (options.endpoint or not options.show)
-    require(not missing, "--out is missing: give a directory, or --show 3 to look at tasks")
+    require(
+        options.out or options.show,
+        "--out is missing: give a directory, or --show 3 to look at tasks",
+    )
     return options
 
 
@@ -98,14 +95,9 @@ def generate(options: argparse.Namespace) -> int:
     """Makes what the options say. Returns the exit status. Raises OSError."""
     started = time.monotonic()
     domains, out, seed = options.domains, options.out, options.seed
+    built = [build(domain, seed) for domain in domains]
     if not options.show:
-        author = "llm" if options.endpoint else "builtin"
-        claim(out, {"seed": seed, "domains": domains, "levels": options.levels, "author": author})
-    if options.endpoint:
-        asked = out / "blueprints", options.endpoint, options.model, seed
-        domains = [write_blueprint(domain, *asked) for domain in domains]
-    for domain in set(domains) - {*BUILT_IN}:
-        try_blueprint(domain, seed)
+        claim(out, {"seed": seed, "domains": domains, "levels": options.levels})
     make = partial(make_batch, seed, options.levels)
     count = options.show or options.tasks
     wanted = Counter(itertools.islice(itertools.cycle(domains), count))
@@ -115,9 +107,8 @@ def generate(options: argparse.Namespace) -> int:
             for task in make(domain, 0)["tasks"][place + 1 :][: wanted[domain]]:
                 print(show(task))
         return 0
-    for domain in domains:
-        built, _ = build(domain, seed)
-        built.save(out / "worlds" / built.name)
+    for domain in built:
+        domain.save(out / "worlds" / domain.name)
     pool = ProcessPoolExecutor(options.workers, initializer=begin_worker)
     try:
         tasks, rejected = make_all(wanted, make, seed, pool.map)

@@ -55,7 +55,7 @@ PARSED = {  # the beginning of a command, and why it is not run whole
     "python train.py": "trains for minutes; tests/test_train.py and .ci/run do so in small",
     "python evaluate.py": "needs checkpoints, questions or endpoints of the reader",
     "python serve.py": "a prompt, a server (test_clients_of_the_server), or a model of the hub",
-    "python data_gen.py": "10,000 tasks; tests/worlds/test_toolscale_pipeline.py makes some",
+    "python data_gen.py": "10,000 tasks; tests/worlds/test_toolscale_generate.py makes some",
     "python tools.py index docs/": "as the same command without the slash, which is run",
     "python tools.py index corpus.jsonl": "needs a corpus of the reader and a GPU",
     "python tools.py serve-index": "a server; tests/serving/test_retrieval.py runs one",

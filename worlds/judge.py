@@ -11,7 +11,7 @@ from decimal import Decimal
 
 from nanorchestra.agent.tool import Tool
 from nanorchestra.tools.roles import final_answer
-from worlds.toolscale.model_user import ask
+from worlds.toolscale.user import ask
 
 MOST_WORDS = 500  # of an answer; a longer one is wrong, as published
 PROMPT = """Is a student's answer to a question right? The reference answer is right. The \

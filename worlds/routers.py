@@ -52,7 +52,7 @@ from worlds.skill_table import UNKNOWN, estimated_skill, skill_table
 from worlds.toolscale.dataset import DomainWorld
 from worlds.toolscale.environment import EXPERT, DomainEnvironment
 from worlds.toolscale.expert import SAY
-from worlds.toolscale.verify import mentions
+from worlds.toolscale.words import mentions
 
 MINIATURE = "miniature"  # the world
 SEEN = 20  # tasks of a world that say which routers it has

@@ -1,7 +1,8 @@
-"""Domain tasks as the agent loop plays them, the user, experts, preferences and task files."""
+"""Domain tasks as the agent loop plays them: scores, experts, preferences and task files."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -11,12 +12,15 @@ from scripted import ScriptedEngine, execute
 
 from data_gen import main
 from nanorchestra.agent.loop import Rollout
+from nanorchestra.agent.tool import Allowance
 from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
 from nanorchestra.records import ToolCall
 from worlds import preferences
 from worlds.toolscale.dataset import load_tasks, load_world, teach
 from worlds.toolscale.offers import draw_experts
+from worlds.toolscale.score import Scorer, attempt
+from worlds.toolscale.words import communicated, mentions
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +36,13 @@ def world(made):
     return load_world(made)
 
 
-def call(env, name, /, **arguments):
-    return execute(env, ToolCall(name, arguments))
-
-
 def environments(world, count):
     return [world.environment(world.task("train", index), 0) for index in range(count)]
 
 
-def test_golden_play_scores_1_and_silence_0(world):
+def test_the_teacher_scores_1_and_silence_0(world):
     for env in environments(world, 12):
-        assert env.score("") == (not env.scorer.effects and not env.scorer.communicate_info)
+        assert env.score("") == 0
         assert not any(lesson.call and lesson.result.error for lesson in teach(env))
         assert env.over and env.score("") == 1
 
@@ -60,14 +60,26 @@ def test_tasks_are_functions_of_split_index_and_seed_and_splits_share_none(world
     json.dumps(world.task("train", 0).data)
 
 
-def test_an_error_changes_nothing_and_unknown_or_unoffered_tools_are_refused(world):
+def test_unknown_and_unoffered_tools_are_refused(world):
     (env,) = environments(world, 1)
     hidden = env.offered.pop(0)
-    wrong = (("nothing", {}), (hidden, {}), ("calculate", {}), ("calculate", {"expression": "x"}))
-    for bad in [ToolCall(*pair) for pair in wrong] + [ToolCall("calculate", {}, error="not JSON")]:
-        result = execute(env, bad)
-        assert result.error and result.content.startswith("Error: ")
-    assert env.tables == env.domain.tables
+    for call in (ToolCall("nothing", {}), ToolCall(hidden, {}), ToolCall("x", {}, error="no JSON")):
+        result = execute(env, call)
+        assert result.refused and result.content.startswith("Error: ")
+    assert env.kit == env.domain.start and env.trace == [("user", env.task.question)]
+
+
+def test_calls_of_one_turn_are_made_in_their_order(world):
+    for env in environments(world, 20):
+        calls = [ToolCall(*call) for call in env.scorer.golden]
+        runs = [env.prepare(call, Allowance()).run for call in calls]
+
+        async def together(runs):
+            return await asyncio.gather(*(run() for run in runs))
+
+        results = asyncio.run(together(runs))
+        assert not any(result.error for result in results) and env.kit == env.scorer.gold
+        assert [step[1:3] for step in env.trace[1:]] == env.scorer.golden
 
 
 def test_experts_of_full_skill_solve_and_of_none_do_not(world):
@@ -81,14 +93,14 @@ def test_experts_of_full_skill_solve_and_of_none_do_not(world):
                 expert["skill"] = skill
             done = []
             while not env.over and len(done) < 40:
-                done.append(call(env, "call_expert", expert="expert-1"))
+                done.append(execute(env, ToolCall("call_expert", {"expert": "expert-1"})))
             assert env.score("") == skill
             for result in done:
                 assert result.alias == "expert-1" and not result.error
                 assert result.cost_usd > 0 and result.latency_s > 0
                 assert 60 <= result.output_tokens <= 600
-            assert call(env, "call_expert", expert="expert-9").error
-            assert call(env, "call_expert", expert=[]).error
+            for wrong in ("expert-9", []):
+                assert execute(env, ToolCall("call_expert", {"expert": wrong})).error
 
 
 def test_the_agent_loop_plays_a_world_with_a_user(world, nano_tokenizer):
@@ -108,9 +120,68 @@ def test_the_agent_loop_plays_a_world_with_a_user(world, nano_tokenizer):
     (t,) = Rollout(engine, nano_tokenizer, lambda seed, budget: None, limits).run([env], [0])
     assert (t.status, t.outcome, t.answer) == ("answered", 1.0, lesson.content)
     assert len(t.turns) == len(script)
-    text = nano_tokenizer.decode(t.ids)
-    for wish in env.user.wishes:
-        assert f"<|im_start|>user\n{wish.say}<|im_end|>" in text
+    assert f"<|im_start|>user\n{env.task.question}<|im_end|>" in nano_tokenizer.decode(t.ids)
+
+
+# --- the score
+
+
+def test_the_rules_of_the_policy_are_checked_on_the_trace(world):
+    for env in environments(world, 12):
+        scorer = env.scorer
+        golden, infos = scorer.golden, scorer.communicate_info
+        right = attempt(golden, infos)
+        assert {rule["check"] for rule in scorer.rules} <= {"before", "confirmed", "made"}
+        assert all(rule["text"] in env.domain.policy for rule in scorer.rules)
+        silent = [step for step in right if step[0] == "call" or step[1] in infos]
+        stranger = attempt(golden[1:], infos)
+        wrote = any(env.domain.kinds[golden[place][0]] == "write" for place in scorer.effects)
+        assert scorer.score(right) == 1
+        assert scorer.score(silent) == scorer.score(stranger) == (not wrote)
+        unseen = [
+            call
+            for call in golden
+            if call[0] not in golden[0]
+            and call[0]
+            not in str([rule["args"] for rule in scorer.rules if rule["check"] == "made"])
+        ]
+        made = any(rule["check"] == "made" for rule in scorer.rules)
+        assert scorer.score(attempt([golden[0], *unseen], infos)) == (not made)
+
+
+def test_without_db_the_golden_writes_must_be_made(world):
+    env = next(env for env in environments(world, 20) if env.scorer.effects)
+    golden, infos = env.scorer.golden, env.scorer.communicate_info
+    env.scorer.basis = ["ACTION"]
+    assert env.scorer.score(attempt(golden, infos)) == 1
+    skipped = env.scorer.effects[-1]
+    assert env.scorer.score(attempt([*golden[:skipped], *golden[skipped + 1 :]], infos)) == 0
+
+
+def test_a_dump_of_numbers_tells_nothing(world):
+    (env,) = environments(world, 1)
+    criteria = {"communicate_info": ["37"], "actions": [], "reward_basis": ["COMMUNICATE"]}
+    scorer = Scorer(env.domain, {"evaluation_criteria": criteria})
+
+    def told(*messages):
+        return scorer.score(attempt([], messages)) == 1
+
+    assert told("You have 37 points, 5 more than in 2024, and pay $12.50.")
+    assert told(*(f"Of these {n} is one." for n in range(5)), "It is 37.")
+    assert not told(" ".join(map(str, range(100))))
+    assert not told(*(" ".join(map(str, range(n, n + 5))) for n in range(0, 100, 5)))
+
+
+def test_what_is_communicated_and_mentioned():
+    message = (
+        "It costs 1,000 dollars, or 12.50 each, 5% less on 2026-03-15 at 15:30. You are GOLD now."
+    )
+    for info in ("1000", "$1,000.00", "12.5", "5", "Gold", "2026-03-15", "each"):
+        assert communicated(info, ["hello", message])
+    for info in ("100", "10000", "2", "15", "3", "golden", "go", "26", "2026-03-1"):
+        assert not communicated(info, ["hello", message])
+    assert mentions(message, 12.5) and mentions("a side effect, please", "side_effect")
+    assert not mentions("train T155", 155) and not mentions("T1234", "T123")
 
 
 # --- preferences and catalogues
@@ -150,11 +221,12 @@ def test_a_damaged_task_file_is_refused_and_the_line_named(made, tmp_path):
     for content, says in (
         (text[:-30], "line 40: not JSON"),
         (first + "\n" + first, "line 2: id 'railway-5-0' stands twice"),
+        (first.replace('"made"', '"never"'), "check is 'never'; it should be 'before'"),
     ):
         (tmp_path / "tasks.jsonl").write_text(content)
         with pytest.raises(UserError, match=says):
             load_world(tmp_path / "tasks.jsonl")
     (tmp_path / "tasks.jsonl").write_text(text)
     assert len(load_tasks(tmp_path / "tasks.jsonl")) == 40
-    with pytest.raises(UserError, match="worlds/railway: is missing; data_gen.py writes it"):
+    with pytest.raises(UserError, match="worlds/railway: the code of its tools cannot be used"):
         load_world(tmp_path)

@@ -1,6 +1,5 @@
-"""ToolScale: databases, tools that are data, tasks that are proved, and scores of attempts.
+"""ToolScale: domains that are Python files, tasks that are proved, and scores of attempts.
 
-words.py, records.py and blueprint.py build a domain; planner.py, act.py, wishes.py and tasks.py
-write its tasks; verify.py and score.py judge them; dataset.py and environment.py play them. No
-torch.
+toolkit.py and wishes.py are what a domain's file is made of, domain.py opens one; plan.py writes
+its tasks; verify.py and score.py judge them; dataset.py and environment.py play them. No torch.
 """

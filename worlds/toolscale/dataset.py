@@ -8,7 +8,7 @@ attempt at it.
 import random
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,20 +17,20 @@ from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.errors import require
 from nanorchestra.files import read_json_lines
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall
+from nanorchestra.schemas import Json
 from nanorchestra.validation import validated
 from reward import POLICY, PRICES
 from worlds import preferences
-from worlds.toolscale.domain import Domain
+from worlds.toolscale.domain import Domain, load
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
 from worlds.toolscale.expert import SAY, altered, right_turns
+from worlds.toolscale.foreign import load_foreign, started
 from worlds.toolscale.forms import RULES, TaskForm
 from worlds.toolscale.offers import draw_experts
-from worlds.toolscale.program import Json
 from worlds.toolscale.rows import read_row, restored, unfit
-from worlds.toolscale.tasks import HELD_OUT, split
-from worlds.toolscale.toolkit import load_domain
-from worlds.toolscale.user import ScriptedUser, wishes
+from worlds.toolscale.user import ScriptedUser, opening
 
+HELD_OUT = 5  # of tasks that are not of held-out domains, every fifth of a domain is held out
 STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the bounds of a reward
 
 
@@ -77,15 +77,13 @@ class DomainWorld:
         else:
             aliases = [expert["alias"] for expert in experts]
             preference = preferences.draw(rng, aliases, split)
-        offers = {}
-        for name, tool in self.domains[tau2["domain"]].by_name.items():
-            if name in tau2["tools"]:
-                offers[name] = tool["kind"]
+        kinds = self.domains[tau2["domain"]].kinds
+        offers = {name: kinds[name] for name in tau2["tools"]}
         for expert in experts:
             offers[expert["alias"]] = expert["model"]
         return Task(
             f"{tau2['id']}/{split}-{index}",
-            wishes(tau2)[0].opening,
+            opening(tau2),
             preference,
             _bounds(tau2, experts),
             self.name,
@@ -106,7 +104,7 @@ class DomainWorld:
     def environment(self, task: Task, seed: int) -> DomainEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
         tau2 = task.data["task"]
-        domain = self.domains[tau2["domain"]].started(tau2.get("initial_state"))
+        domain = started(self.domains[tau2["domain"]], tau2.get("initial_state"))
         return DomainEnvironment(domain, task, seed, self.models)
 
     def lesson(self, index: int, most_tools: int = 0) -> tuple[DomainEnvironment, Iterator[Lesson]]:
@@ -136,12 +134,11 @@ def teach(env: DomainEnvironment, skill: float = 1.0) -> Iterator[Lesson]:
     experts: the lessons show how the tools are used, not which expert to ask. The user is the
     scripted one, which comes to an end.
     """
-    env.user = ScriptedUser(env.task.data["task"], env.domain)
+    env.user = ScriptedUser(env.task.data["task"])
     rng = random.Random(f"{env.task.id}/teach")
     if rng.random() >= skill:
-        first = [env.scorer.golden[place] for place in env.scorer.effects[:1]]
-        for name, arguments in altered(env.domain, first, rng):
-            call = ToolCall(name, arguments)
+        for place in env.scorer.effects[:1]:
+            call = ToolCall(*altered(env.domain, env.scorer.golden[place], rng))
             yield Lesson("", "", call, env.do(call))
         yield Lesson("", SAY["done"].format(""))
         return
@@ -171,17 +168,17 @@ def load_world(
     for task in tasks:
         actions = task["evaluation_criteria"]["actions"]
         called[task["domain"]].update(action["name"] for action in actions)
-    worlds = {domain: load_domain(home / domain, called[domain]) for domain in sorted(called)}
+    worlds = {domain: _load_domain(home / domain, called[domain]) for domain in sorted(called)}
     for task in tasks:
         world = worlds[task["domain"]]
         if why := unfit(world, task, models):
             left_out[why] += 1
             continue
-        every = list(world.by_name)
+        every = list(world.kinds)
         task["tools"] = [name for name in every if name in task.get("tools", every)] or every
         for action in task["evaluation_criteria"]["actions"]:
-            tool = world.by_name[action["name"]]
-            action["arguments"] = restored(action["arguments"], tool["function"]["parameters"])
+            parameters = world.functions[action["name"]]["function"]["parameters"]
+            action["arguments"] = restored(action["arguments"], parameters)
         kept.append(task)
     reasons = ", ".join(f"{count} ({why})" for why, count in left_out.items())
     tally = f"of {len(tasks)} tasks {reasons or 'none'} are left out"
@@ -190,6 +187,25 @@ def load_world(
     if left_out:
         print(f"{file}: {tally}", file=sys.stderr)
     return DomainWorld(splits, worlds, seed, name, models, preference=preference)
+
+
+def _load_domain(directory: Path, called: Collection[str]) -> Domain:
+    """A domain of ours, which has its file, or of others."""
+    if (directory / "domain.py").is_file():
+        return load(directory)
+    return load_foreign(directory, called)
+
+
+def split(tasks: Sequence[Json]) -> dict[str, list[Json]]:
+    """Returns {"train", "held_out"}: as the tasks say, or every fifth of each domain."""
+    splits: dict[str, list[Json]] = {"train": [], "held_out": []}
+    stated = {task.get("split") for task in tasks} == set(splits)
+    counts = Counter()
+    for task in tasks:
+        counts[task["domain"]] += 1
+        name = "train" if counts[task["domain"]] % HELD_OUT else "held_out"
+        splits[task["split"] if stated else name].append(task)
+    return splits
 
 
 def _check_preference(preference, tasks) -> None:

@@ -1,135 +1,160 @@
-"""A domain: its tables, tools and policy, and the directory that holds them.
+"""A domain: its database as every task finds it, its tools, its policy, and what its users wish.
 
-DIR/db.json      {table: {key: record}}
-DIR/tools.json   [{"kind", "function", "program"}, ...] (see program.py)
-DIR/policy.md    the rules in words
+A domain is made of its file and a seed. A directory of tasks holds all that plays them:
+
+    DIR/domain.py    the file
+    DIR/db.json      the records
+    DIR/policy.md    the rules in words
 """
 
-import json
+import importlib
+import importlib.util
+import inspect
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+import shutil
+import sys
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from types import ModuleType
+from typing import Any
 
-from nanorchestra.errors import UserError
-from nanorchestra.files import merge, read_json, read_text, write_whole
-from nanorchestra.schemas import argument_error
-from worlds.toolscale.program import Json, Tables, ToolError, parse, run
+from pydantic import TypeAdapter, ValidationError
 
-_NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
+from nanorchestra.errors import UserError, require
+from nanorchestra.files import read_text, write_whole
+from nanorchestra.schemas import Json
+from worlds.toolscale.toolkit import Draw, Toolkit
+from worlds.toolscale.wishes import Kind, Rule
+
+HOME = Path(__file__).with_name("domains")
+BUILT_IN = sorted(path.stem for path in HOME.glob("*.py") if path.stem != "__init__")
+IDENTIFY = "Find out who the user is with {} before you change anything."
+CONFIRM = (
+    "Before each change name the values that you are going to give to the tool, keys too, and wait "
+    "for the user's yes."
+)
+LOOK = "Look up what a wish is about before you do it or refuse it."
 
 
 @dataclass
 class Domain:
-    """The tables as every task of the domain finds them, and what can be done with them."""
+    """A database as every task of the domain finds it, and what can be done with it.
+
+    `start` has the tools: `kinds()`, `functions()`, `tables`, `copy()` and `call()`, as Toolkit
+    does. `source` is the module of the domain's file; None for a domain of others.
+    """
 
     name: str
-    tables: Tables
-    tools: list[Json]
+    start: Any
     policy: str
-    keyed = True  # tables are {key: record}
+    source: ModuleType | None = None
 
     @cached_property
-    def by_name(self) -> dict[str, Json]:
-        """The tools by their names."""
-        return {tool["function"]["name"]: tool for tool in self.tools}
+    def kinds(self) -> dict[str, str]:
+        """The kind of each tool: "read", "write" or "handover"."""
+        return self.start.kinds()
 
     @cached_property
-    def columns(self) -> dict[str, set[str]]:
-        """The texts in the records in small letters, by the name of their field."""
-        columns: dict[str, set[str]] = {}
-        for field, text in leaves(self.tables):
-            if isinstance(text, str):
-                columns.setdefault(field, set()).add(text.casefold())
-        return columns
+    def functions(self) -> dict[str, Json]:
+        """The OpenAI function objects by the names of the tools."""
+        return {each["function"]["name"]: each for each in self.start.functions()}
 
-    def call(self, tables: Tables, name: str, arguments: Any) -> Any:
-        """Returns what the tool returns; may put new tables into `tables`. Raises ToolError."""
-        if name not in self.by_name:
-            raise ToolError(f"no tool named {name!r}")
-        tool = self.by_name[name]
-        problem = argument_error(arguments, tool["function"]["parameters"])
-        if problem is not None:
-            raise ToolError(f"{name}: {problem}")
-        return self.invoke(tables, name, arguments)
+    def of_kind(self, kind: str) -> list[str]:
+        """Returns the names of the tools of a kind."""
+        return [name for name, own in self.kinds.items() if own == kind]
 
-    def invoke(self, tables: Tables, name: str, arguments: Json) -> Any:
-        """Does a call that has been checked, or one of a task's set-up."""
-        return run(self.by_name[name], arguments, tables)
+    @property
+    def people(self) -> list[str]:
+        """The keys of the users."""
+        return list(self.start.tables[0])
 
-    def started(self, state: Json | None) -> Self:
-        """Returns the domain as a tau2 `initial_state` says. Raises ToolError if a call fails."""
-        if not state:
-            return self
-        data = state.get("initialization_data", {}).get("agent_data") or {}
-        tables = self.merged(data)
-        for action in state.get("initialization_actions", ()):
-            self.invoke(tables, action["func_name"], action["arguments"])
-        return replace(self, tables=tables)
+    @property
+    def held_out(self) -> bool:
+        """Whether no task of the domain is trained on."""
+        return getattr(self.source, "HELD_OUT", False)
 
-    def merged(self, data: Json) -> Tables:
-        """Returns the tables with a task's data in them."""
-        return merge(self.tables, data)
+    @cached_property
+    def wishes(self) -> list[Kind]:
+        """The kinds of wishes."""
+        return [each for each in vars(self.source).values() if isinstance(each, Kind)]
 
-    def functions(self, names: Collection[str]) -> list[Json]:
-        """Returns the OpenAI function objects of the tools named."""
-        return [
-            {"type": "function", "function": tool["function"]}
-            for name, tool in self.by_name.items()
-            if name in names
-        ]
+    def identify(self, person: Any) -> tuple[str, tuple]:
+        """Returns what a user says of itself, and the call that finds it."""
+        return self.source.identify(person)
 
     def save(self, directory: Path) -> None:
         """Writes the directory."""
         directory.mkdir(parents=True, exist_ok=True)
-        write_json(directory / "db.json", self.tables)
-        write_json(directory / "tools.json", self.tools)
+        shutil.copyfile(self.source.__file__, directory / "domain.py")
+        write_whole(directory / "db.json", _adapter(self.source).dump_json(self.start, indent=1))
         write_whole(directory / "policy.md", self.policy)
 
-    @classmethod
-    def load(cls, directory: Path) -> Self:
-        """Reads a directory. Raises UserError if a part is missing or a program cannot be read."""
-        tables, tools = read_json(directory / "db.json"), read_json(directory / "tools.json")
-        for line in (line for tool in tools for line in tool["program"]):
-            try:
-                parse(line)
-            except ValueError as error:
-                raise UserError(f"{directory / 'tools.json'}: {error}") from None
-        return cls(directory.name, tables, tools, read_text(directory / "policy.md"))
 
+def build(name: str, seed: int, split: str = "") -> Domain:
+    """Returns a built-in domain, or that of a .py file, with the records of a seed and a split.
 
-def leaves(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields what is in a JSON value, however deep, each after the name of its field."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from leaves(inner, name)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from leaves(inner, field)
+    The split is that of the domain if it is not given. UserError for an unknown or a broken one.
+    """
+    if name.endswith(".py"):
+        source, name = _load(Path(name)), Path(name).stem
     else:
-        yield field, value
+        known = ", ".join(BUILT_IN)
+        require(name in BUILT_IN, f"domain {name!r}: there are {known}, and files NAME.py")
+        source = importlib.import_module(f"worlds.toolscale.domains.{name}")
+    split = split or ("held_out" if getattr(source, "HELD_OUT", False) else "train")
+    try:
+        start = source.draw(Draw(f"{seed}/{name}", split))
+        return Domain(name, start, _policy(source, start), source)
+    except Exception as error:  # of a domain of the user's own
+        raise UserError(f"{source.__file__}: {type(error).__name__}: {error}") from None
 
 
-def communicated(info: str, messages: Sequence[str]) -> bool:
-    """Returns whether a message holds `info`: as a number, or as whole words in any case."""
-    info, messages = _spoken(info), [_spoken(message) for message in messages]
-    if re.fullmatch(r"\$?\d+(\.\d+)?", info):
-        return any(float(info.lstrip("$")) in numbers(message) for message in messages)
-    words = rf"(?<!\w){re.escape(info)}(?!\w)"
-    return any(info in message and re.search(words, message) for message in messages)
+def load(directory: Path) -> Domain:
+    """Reads a directory that `save` wrote. Raises UserError for a part that cannot be read."""
+    source = _load(directory / "domain.py")
+    records = directory / "db.json"
+    try:
+        start = _adapter(source).validate_json(read_text(records))
+    except ValidationError as error:
+        raise UserError(f"{records}: {str(error.errors()[0]['msg'])}") from None
+    return Domain(directory.name, start, read_text(directory / "policy.md"), source)
 
 
-def numbers(text: str) -> set[float]:
-    """Returns the numbers in a text; "1,000" is 1000, and 5 is not in 15."""
-    return set(map(float, _NUMBER.findall(_spoken(text))))
+def _load(path: Path) -> ModuleType:
+    """The module of a file. Raises UserError with its line."""
+    require(path.is_file(), f"{path}: no such file")
+    name = "domain_" + re.sub(r"\W", "_", str(path.resolve()))
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        _toolkit(module)
+    except Exception as error:
+        raise UserError(f"{path}: {type(error).__name__}: {error}") from None
+    return module
 
 
-def _spoken(text) -> str:
-    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).casefold().strip()
+def _toolkit(source) -> type[Toolkit]:
+    """The class of a domain's file that has its tables and tools."""
+    own = [each for each in vars(source).values() if inspect.isclass(each)]
+    (kit,) = [each for each in own if issubclass(each, Toolkit) and each is not Toolkit]
+    return kit
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replaces the file by the value as JSON, one entry a line."""
-    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+def _adapter(source) -> TypeAdapter:
+    return TypeAdapter(_toolkit(source))
+
+
+def _policy(source, start) -> str:
+    """The policy: who the agent is, the day, and the rules."""
+    _, (identify, *_) = source.identify(next(iter(start.tables[0].values())))
+    rules = [each.text for each in vars(source).values() if isinstance(each, Rule)]
+    listed = [IDENTIFY.format(identify), CONFIRM, LOOK, *rules]
+    lines = [introduction(start), "", *(f"- {each}" for each in listed)]
+    return "\n".join(lines) + "\n"
+
+
+def introduction(start: Toolkit) -> str:
+    """Returns the first words of a policy: who the agent is, and the day."""
+    return f"{' '.join(inspect.getdoc(start).split())} Today is {start.today}."

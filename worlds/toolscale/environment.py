@@ -1,10 +1,10 @@
 """An environment that the agent loop plays: domain tools, a user, experts."""
 
+import asyncio
 import json
 import random
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.failures import EndpointError
@@ -17,22 +17,23 @@ from nanorchestra.agent.tool import (
     observed,
     refused,
 )
+from nanorchestra.model.parser import StreamParser
 from nanorchestra.records import ParsedTurn, Price, Task, ToolCall, ToolResult
+from nanorchestra.tools.functions import within_seconds
 from nanorchestra.tools.models import Expert
 from nanorchestra.tools.simulated import Simulation
 from worlds.toolscale.domain import Domain
 from worlds.toolscale.expert import next_turn, wrong_turn
-from worlds.toolscale.model_user import ModelUser, parsed
-from worlds.toolscale.offers import CALL_EXPERT
-from worlds.toolscale.program import ToolError
+from worlds.toolscale.offers import call_expert
 from worlds.toolscale.score import Call, Scorer, judged
-from worlds.toolscale.user import ScriptedUser, ended, wishes
-from worlds.toolscale.words import expand
+from worlds.toolscale.toolkit import ToolError
+from worlds.toolscale.user import ModelUser, ScriptedUser, ended
 
 EXPERT = "call_expert"
 STEP_TOKENS = 600  # that an expert writes for a turn at most
 TURN_TOKENS = 300  # that a simulated expert writes for a usual turn
 CHARS_PER_TOKEN = 4  # of the history, which a simulated expert reads
+CALL_SECONDS = 10.0  # until a call of a domain's tool is given up
 ROLE = (
     "You serve the user under the policy below. In each turn either write to the user or call a "
     "tool, never both.\n\n<policy>\n{policy}\n</policy>"
@@ -74,8 +75,8 @@ class DomainEnvironment:
     calls is done, and the policy reads what happened. `seed` is that of the simulated experts.
     The user and the judge are not billed.
 
-    Invariant: `tables` are the domain's with all calls of the trace done; those that fail change
-    nothing.
+    Invariant: `kit` is the domain's database with all calls of the trace done; those that fail
+    change nothing.
     """
 
     verdict, prompt = "", ()
@@ -85,19 +86,17 @@ class DomainEnvironment:
         self.domain, self.task, self.seed = domain, task, seed
         self.experts = {expert["alias"]: expert for expert in task.data["experts"]}
         self.models, self.scorer = models, Scorer(domain, tau2)
-        self.user = ModelUser(tau2, models.user) if models.user else ScriptedUser(tau2, domain)
-        self.tables, self.wishes = dict(domain.tables), wishes(tau2)
+        self.user = ModelUser(tau2, models.user) if models.user else ScriptedUser(tau2)
+        self.kit, self._calling = domain.start.copy(), asyncio.Lock()
         self.trace = [("user", task.question)]
         self.over, self.evidence = False, Evidence(task.question)
-        self.tools = domain.functions(tau2["tools"])
-        self.offered = tau2["tools"]
+        self.offered = list(tau2["tools"])
+        self.tools = [domain.functions[name] for name in self.offered]
         self.kinds = {EXPERT: "expert"}
         system = ROLE.format(policy=tau2.get("policy") or domain.policy)
         self.history = [system, f"The user: {task.question}"]  # what an expert reads
         if self.experts:
-            descriptions = (expert["description"] for expert in self.experts.values())
-            words = {"names": list(self.experts), "descriptions": " ".join(descriptions)}
-            self.tools.append(tau2.get("asking") or expand(CALL_EXPERT, words))
+            self.tools.append(tau2.get("asking") or call_expert(task.data["experts"]))
             system += HAND_OVER
         if task.preference.words:
             system += f"\n\nYour operator's preference: {task.preference.words}"
@@ -135,7 +134,14 @@ class DomainEnvironment:
         return PreparedCall(partial(self._hand_over, expert, asked), most)
 
     async def _do(self, call) -> ToolResult:
-        return self.do(call)
+        """Runs a call in a thread: one that never ends fails alone, and has done nothing.
+
+        Calls of one turn run in their order, each on the database that the last one has left.
+        """
+        async with self._calling:
+            kit = self.kit.copy()
+            run = partial(within_seconds, CALL_SECONDS, partial(self._tried, kit, call))
+            return self._record(call, kit, await in_thread(observed, call.name, run))
 
     def _ban_names(self, expert) -> set[str]:
         """The names under which the user can ban an expert."""
@@ -175,20 +181,31 @@ class DomainEnvironment:
         return float(right)
 
     def do(self, call: ToolCall) -> ToolResult:
-        """Runs a call of a domain tool."""
+        """Runs a call of a domain tool, of a teacher or a simulated expert."""
+        kit = self.kit.copy()
+        return self._record(call, kit, self._tried(kit, call))
+
+    def _tried(self, kit, call) -> ToolResult:
+        """Returns the result of a call on a database of its own."""
         if call.error is not None or call.name not in self.offered:
             known = ", ".join(sorted(self.offered))
             return refused(call.error or f"no tool named {call.name!r}; the tools are {known}")
         try:
-            value = self.domain.call(self.tables, call.name, call.arguments)
-            if not isinstance(value, str):
-                value = json.dumps(value, ensure_ascii=False, default=_plain)
-            result = ToolResult(value)
+            value = kit.call(call.name, call.arguments)
         except ToolError as problem:
-            result = ToolResult(f"Error: {problem}", error=True)
-        self.trace.append(("call", call.name, call.arguments, result.error))
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
-        self.history.append(f"The agent called {call.name}({arguments}): {result.content}")
+            return ToolResult(f"Error: {problem}", error=True)
+        return ToolResult(
+            value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        )
+
+    def _record(self, call, kit, result) -> ToolResult:
+        """Takes over the database of a call that succeeded; returns the result."""
+        if not result.error:
+            self.kit = kit
+        if not result.refused:
+            self.trace.append(("call", call.name, call.arguments, result.error))
+            arguments = json.dumps(call.arguments, ensure_ascii=False)
+            self.history.append(f"The agent called {call.name}({arguments}): {result.content}")
         return result
 
     async def _hand_over(self, expert, asked) -> ToolResult:
@@ -201,11 +218,11 @@ class DomainEnvironment:
             turn, result = self._simulated(expert)
         else:
             result = await in_thread(observed, alias, partial(asked.ask, self._turn(), alias))
-            turn = parsed("" if result.error else result.content)
+            turn = _read("" if result.error else result.content)
         if result.error:
             text = result.content
         elif turn.calls:
-            made = self.do(turn.calls[0])
+            made = await self._do(turn.calls[0])
             text = made.content if made.refused else self.history[-1].replace("The agent", alias, 1)
         else:
             answer = await self.reply(turn.content)
@@ -233,17 +250,20 @@ class DomainEnvironment:
         )
 
     def _right_turn(self, rng: random.Random) -> ParsedTurn:
-        return _parsed(*next_turn(self))
+        return _turn_of(*next_turn(self))
 
     def _wrong_turn(self, rng: random.Random) -> ParsedTurn:
-        return _parsed(*wrong_turn(self, rng))
+        return _turn_of(*wrong_turn(self, rng))
 
 
-def _parsed(content: str, call: Call | None) -> ParsedTurn:
-    """Returns the turn of an expert that writes to the user or makes a call."""
+def _turn_of(content: str, call: Call | None) -> ParsedTurn:
+    """The turn of an expert that writes to the user or makes a call."""
     calls = (ToolCall(*call),) if call else ()
     return ParsedTurn("", content, calls)
 
 
-def _plain(value) -> Any:
-    return value.model_dump() if hasattr(value, "model_dump") else str(value)
+def _read(text: str) -> ParsedTurn:
+    """The turn that a language model has written."""
+    parser = StreamParser()
+    parser.feed(text)
+    return parser.finish()

@@ -1,20 +1,17 @@
-"""The forms of the files that users write: tau2's tasks, rows with experts, a domain's blueprint.
+"""The forms of the files that users write: tau2's tasks, and rows with experts.
 
 docs/toolscale.md describes them. tau2's tasks may hold more than stands here.
 """
 
-from typing import Annotated, Any, Literal, Required
+from typing import Annotated, Literal, Required
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from nanorchestra.records import Json
-from nanorchestra.validation import Number, Text
+from nanorchestra.validation import Text
 
-Texts = Annotated[list[Text], Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^\w+$")]
-Positive = Annotated[Number, Field(gt=0)]
-Draw = Annotated[list[Any], Field(min_length=1)]  # a kind of draw, and its arguments
 
 
 # --- tasks
@@ -84,7 +81,6 @@ class Parts(TypedDict, total=False):
 
     reason_for_call: Required[Text]
     known_info: str | None
-    unknown_info: str | None
 
 
 class Spoken(TypedDict):
@@ -105,7 +101,7 @@ class Rule(TypedDict):
     """A rule that no tool enforces; `args` are in the form that RULES has for its check."""
 
     text: str
-    check: Literal["before", "confirmed", "never"]
+    check: Literal["before", "confirmed", "made"]
     args: Json
 
 
@@ -116,14 +112,13 @@ class Order(TypedDict):
     then: list[str]
 
 
-class Calls(TypedDict, total=False):
-    """Calls of these tools, with these arguments."""
+class Calls(TypedDict):
+    """Calls of these tools."""
 
-    tools: Required[list[str]]
-    where: Json
+    tools: list[str]
 
 
-RULES = {"before": Order, "confirmed": Calls, "never": Calls}
+RULES = {"before": Order, "confirmed": Calls, "made": Calls}
 
 
 class TaskForm(TypedDict, total=False):
@@ -135,122 +130,3 @@ class TaskForm(TypedDict, total=False):
     user_scenario: Required[Spoken]
     rules: list[Rule]
     evaluation_criteria: Required[Scored]
-
-
-# --- a domain
-
-
-class Table(TypedDict, total=False):
-    """A table, and how its records are drawn."""
-
-    key: Required[Text]
-    prefix: Required[str]
-    digits: Annotated[int, Field(ge=3, le=10)]
-    rows: list[Json]
-    count: Required[Annotated[int, Field(ge=1)]]
-    fields: Required[Json]
-
-
-class Identify(TypedDict):
-    """How the user is found."""
-
-    call: Text
-    known: Texts
-    id: Texts
-    unknown: Texts
-
-
-class Story(TypedDict):
-    """What the user tells beside the wishes."""
-
-    say: Texts
-    moods: Texts
-
-
-class ToolForm(TypedDict):
-    """A tool; the type of an argument is a list of values, or as "string: what it is"."""
-
-    kind: Literal["read", "write", "calculate", "handover"]
-    description: Text
-    arguments: dict[
-        str,
-        Texts | Annotated[str, Field(pattern="^(string|integer|number|boolean|array)(: .+)?$")],
-    ]
-    program: Texts
-
-
-class Precondition(TypedDict, total=False):
-    """A rule of the policy."""
-
-    text: Required[Text]
-    test: Text
-    check: Text
-    args: Json
-
-
-class Fact(TypedDict, total=False):
-    """What the user makes a wish depend on."""
-
-    test: Required[Text]
-    say: Required[Texts]
-    limit: tuple[Text, Positive]
-
-
-Prefer = TypedDict("Prefer", {"test": Text, "instead": Text, "else": Texts})
-Ref = TypedDict(
-    "Ref",
-    {
-        "in": Text,
-        "list": Text,
-        "tail": Text,
-        "own": Text,
-        "id": Text,
-        "by": Required[Texts],
-        "find": Required[Texts],
-        "unknown": Text,
-        "again": Text,
-        "listed": bool,
-    },
-    total=False,
-)
-WishForm = TypedDict(
-    "WishForm",
-    {
-        "it": Text,
-        "where": Text,
-        "can": Text,
-        "with": dict[str, Draw],
-        "rules": Texts,
-        "reads": Texts,
-        "do": Texts,
-        "say": Required[Texts],
-        "no": Texts,
-        "to": Texts,
-        "or": Annotated[dict[str, Texts], Field(min_length=1)],
-        "facts": list[Fact],
-        "prefers": list[Prefer],
-        "all": Fact,
-        "tell": list[tuple[list[Text], Text]],
-        "weight": Positive,
-        "last": bool,
-    },
-    total=False,
-)
-
-
-class Blueprint(TypedDict, total=False):
-    """A domain: domains/NAME.json."""
-
-    domain: Required[Name]
-    business: Required[Text]
-    held_out: bool
-    choices: dict[str, Draw]
-    days: dict[str, Text]
-    policy: Required[list[str]]
-    tables: Required[Annotated[dict[str, Table], Field(min_length=1)]]
-    identify: Required[Identify]
-    refs: Required[dict[str, Ref]]
-    stories: dict[str, Story]
-    tools: Required[Annotated[dict[str, ToolForm], Field(min_length=1)]]
-    rules: Required[dict[str, Precondition]]
-    wishes: Required[Annotated[dict[str, WishForm], Field(min_length=3)]]

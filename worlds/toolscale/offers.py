@@ -1,7 +1,7 @@
 """Draws the experts that a task offers, and the prices of its price schedule.
 
-offers.json holds the experts, the schedules and the tool that asks an expert. Experts and schedules
-of the split "held_out" never occur in "train".
+offers.json holds the experts and the schedules. Those of the split "held_out" never occur in
+"train".
 """
 
 import random
@@ -11,13 +11,13 @@ from nanorchestra.files import read_json
 from nanorchestra.records import Price
 from nanorchestra.schemas import Json
 from reward import PRICES
+from worlds import preferences
 
 _TABLES = read_json(Path(__file__).with_suffix(".json"))
 EXPERTS = _TABLES["experts"]  # split -> model -> skill, seconds and words
 OTHERS = _TABLES["others"]  # skill and seconds of any other model
 SCHEDULES = _TABLES["schedules"]  # split -> numbers of price schedules
 DESCRIPTIONS = _TABLES["descriptions"]  # forms of an expert's description, and of its seconds
-CALL_EXPERT = _TABLES["tool"]  # the function that asks an expert
 COUNT = 3  # experts of a task
 
 
@@ -48,6 +48,18 @@ def draw_experts(rng: random.Random, split: str) -> list[Json]:
     return drawn
 
 
+def call_expert(experts: list[Json]) -> Json:
+    """Returns the function object of the tool that asks one of the experts."""
+    alias = {
+        "type": "string",
+        "enum": [expert["alias"] for expert in experts],
+        "description": " ".join(expert["description"] for expert in experts),
+    }
+    parameters = {"type": "object", "properties": {"expert": alias}, "required": ["expert"]}
+    function = {"name": "call_expert", "description": "Lets an expert do this turn."}
+    return {"type": "function", "function": function | {"parameters": parameters}}
+
+
 def describe(form: list[str], alias: str, skill: str, price: Price, latency_s: float) -> str:
     """Returns what the policy reads about an expert: its words, its price, its usual seconds.
 
@@ -67,3 +79,31 @@ def scheduled(schedule: int, model: str, price: Price) -> Price:
     """Returns the price of a model under a schedule, which multiplies it by a factor of its own."""
     factor = random.Random(f"schedule/{schedule}/{model}").uniform(0.4, 2.5)
     return Price(*(float(f"{usd * factor:.2g}") for usd in price))
+
+
+def offer(task: Json, split: str, seed: int) -> None:
+    """Gives a task the experts on offer with their prices, and a preference over them.
+
+    `preference_text` is the preference in words, `preference` its weights for the reward, and
+    `pref_vec` the paper's vector: from 0 to 1, with 0 for an expert to avoid and 0.5 for one that
+    is not named.
+    """
+    rng = random.Random(f"{seed}/{task['id']}/offer")
+    experts = draw_experts(rng, split)
+    aliases = [expert["alias"] for expert in experts]
+    preference = preferences.draw(rng, aliases, split)
+    weights = {
+        "accuracy": preference.outcome,
+        "cost": preference.cost,
+        "latency": preference.latency,
+    }
+    vector = dict(weights)
+    for alias in aliases:
+        vector[alias] = (preference.tools.get(alias, 0.0) + 1) / 2
+    task |= {
+        "split": split,
+        "experts": experts,
+        "preference_text": preference.text,
+        "preference": weights | preference.tools,
+        "pref_vec": vector,
+    }

@@ -10,11 +10,13 @@ import re
 from datetime import UTC, datetime
 from typing import Any
 
+from nanorchestra.schemas import Json
 from nanorchestra.validation import validated
 from worlds.toolscale.domain import Domain
+from worlds.toolscale.foreign import started
 from worlds.toolscale.forms import Offer, Row, Tau2
 from worlds.toolscale.offers import EXPERTS, OTHERS
-from worlds.toolscale.program import Json, ToolError
+from worlds.toolscale.toolkit import ToolError
 
 DEFAULTS = {"actions": [], "communicate_info": [], "reward_basis": ["DB", "COMMUNICATE"]}
 PER_TOKEN = 1e-3  # the released rows have dollars per token where they say per million
@@ -101,12 +103,11 @@ def unfit(domain: Domain, task: Json, models: Any) -> str:
     actions, basis = criteria["actions"], criteria["reward_basis"]
     acts = actions + state.get("initialization_actions", [])
     data = state.get("initialization_data", {})
-    missing = {action["name"] for action in actions} - domain.by_name.keys()
+    missing = {action["name"] for action in actions} - domain.kinds.keys()
     judged = "NL_ASSERTION" in basis and criteria.get("nl_assertions")
-    users = any("user" in act.values() for act in acts)
     reasons = {
         "user_data": data.get("user_data"),
-        "the user has tools": users,
+        "the user has tools": any("user" in act.values() for act in acts),
         "message_history": "message_history" in state,
         "ENV_ASSERTION": "ENV_ASSERTION" in basis,
         "task.judge is needed": judged and not models.judge,
@@ -115,7 +116,7 @@ def unfit(domain: Domain, task: Json, models: Any) -> str:
     if why := next((reason for reason, holds in reasons.items() if holds), ""):
         return why
     try:
-        domain.started(state)
+        started(domain, state)
     except ToolError as error:
         return f"initial_state: {error}"
     return ""

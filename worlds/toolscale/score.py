@@ -1,17 +1,16 @@
 """Scores an attempt at a task: 0 or 1, the product over the task's reward basis, as in tau2-bench.
 
-DB: the tables after the calls equal those after the golden calls; the keys of new records may
-    differ.
-ACTION: what the tables do not show. The agent has handed over if and only if the golden calls do;
-    an action with `compare_args` was done with these arguments. Without DB, all golden writes were.
-    Reads and calculations are free.
-COMMUNICATE: every information stands in a message that is no list of others; numbers are compared
+DB: the database after the calls equals that after the golden calls.
+ACTION: what the database does not show. The agent has handed over if and only if the golden calls
+    do; an action with `compare_args` was done with these arguments. Without DB, all golden writes
+    were. Reads are free.
+COMMUNICATE: every information stands in a message that is no list of numbers; numbers are compared
     as numbers ("1,000" is 1000, and 5 is not in 15).
 NL_ASSERTION: `judged` asks a language model. A verdict that cannot be read is a no.
 
-A task's `rules` are sentences of its policy that no tool enforces: [{"text": what the policy says,
-"check": a name in CHECKS, "args": {...}}, ...]. Every check must hold on the trace, whatever the
-reward basis: a list of ("user", text), ("agent", text) and ("call", name, arguments, error).
+A task's `rules` are sentences of its policy that are checked on the trace, whatever the reward
+basis: [{"text": what the policy says, "check": a name in CHECKS, "args": {...}}, ...]. The trace is
+a list of ("user", text), ("agent", text) and ("call", name, arguments, error).
 """
 
 import contextlib
@@ -21,13 +20,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanorchestra.agent.tool import Tool
-from worlds.toolscale.domain import Domain, communicated, numbers
-from worlds.toolscale.model_user import ask
-from worlds.toolscale.program import Json, Tables, ToolError
+from nanorchestra.schemas import Json
+from worlds.toolscale.domain import Domain
+from worlds.toolscale.toolkit import ToolError
+from worlds.toolscale.user import ask
+from worlds.toolscale.words import communicated, numbers
 
 Call = tuple[str, Json]  # (name, arguments)
 Step = tuple[Any, ...]  # of a trace
-SPARE = 8  # numbers, or other values of its field, that a message may have beside what is told
+SPARE = 8  # numbers that a message may have beside what is told
+MOST_CLAIMED = 32  # numbers that the messages up to one that tells may have together
 _ASSENT = re.compile(
     r"\W*(yes|yep|yeah|sure|ok(ay)?|correct|right|exactly|absolutely|please (do|proceed|go)|"
     r"go ahead|do it|proceed|(i )?confirm(ed)?|that('s| is) (right|correct|fine)|sounds good)\b"
@@ -46,20 +48,18 @@ Answer with a JSON list that has true or false for each statement, and nothing e
 class Scorer:
     """Scores attempts at one task.
 
-    `golden` are the task's calls, `gold` the tables after them, `effects` the places of those that
-    change a table or hand over; `communicate_info` is what the user wants to be told; `claims` are
+    `golden` are the task's calls, `gold` the database after them, `effects` the places of those
+    that change it or hand over; `communicate_info` is what the user wants to be told; `claims` are
     for a judge.
     """
 
     def __init__(self, domain: Domain, task: Json):
         criteria = task["evaluation_criteria"]
         self.domain, self.basis = domain, criteria["reward_basis"]
-        self.actions = criteria["actions"]
+        self.actions, self.rules = criteria["actions"], task.get("rules", ())
         self.golden = [(action["name"], action["arguments"]) for action in self.actions]
-        self.handovers = [
-            name for name, tool in domain.by_name.items() if tool["kind"] == "handover"
-        ]
-        self.communicate_info, self.rules = criteria["communicate_info"], task.get("rules", ())
+        self.handovers = domain.of_kind("handover")
+        self.communicate_info = criteria["communicate_info"]
         self.claims = "NL_ASSERTION" in self.basis and criteria.get("nl_assertions") or ()
         self.gold, self.effects = self._after(self.golden)
 
@@ -73,9 +73,9 @@ class Scorer:
 
     def score(self, trace: Sequence[Step]) -> float:
         """Returns the reward of an attempt. `claims` are left to `judged`."""
-        calls = [step[1:3] for step in trace if step[0] == "call"]
+        calls = [step[1:3] for step in trace if step[0] == "call" and not step[3]]
         parts = {
-            "DB": lambda: self._reached(self._after(calls)[0]),
+            "DB": lambda: self._after(calls)[0] == self.gold,
             "ACTION": lambda: self._acted(trace),
             "COMMUNICATE": lambda: self._informed(trace),
             "NL_ASSERTION": lambda: True,
@@ -83,23 +83,18 @@ class Scorer:
         kept = all(CHECKS[rule["check"]](trace, **rule["args"]) for rule in self.rules)
         return float(kept and all(parts[basis]() for basis in self.basis))
 
-    def _reached(self, tables) -> bool:
-        """True if the tables are golden, but for the order in which new records got their keys."""
-        if tables == self.gold or not self.domain.keyed:
-            return tables == self.gold
-        start = self.domain.tables
-        return _unnamed(tables, start) == _unnamed(self.gold, start)
-
-    def _after(self, calls) -> tuple[Tables, list[int]]:
-        """The tables after the calls, and the places of those that had an effect."""
-        tables, places = dict(self.domain.tables), []
+    def _after(self, calls) -> tuple[Any, list[int]]:
+        """The database after the calls, and the places of those that had an effect."""
+        kit, places = self.domain.start.copy(), []
         for place, (name, arguments) in enumerate(calls):
-            before = dict(tables)
+            if self.domain.kinds.get(name) == "read":
+                continue
+            before = kit.copy()
             with contextlib.suppress(ToolError):  # a call that fails changes nothing
-                self.domain.call(tables, name, arguments)
-            if tables != before or name in self.handovers:
+                kit.call(name, arguments)
+            if kit != before or name in self.handovers:
                 places.append(place)
-        return tables, places
+        return kit, places
 
     def _acted(self, trace) -> bool:
         if self.handed(trace) != any(name in self.handovers for name, _ in self.golden):
@@ -121,44 +116,23 @@ class Scorer:
         return bool(done(trace, [name], wanted))
 
     def _informed(self, trace) -> bool:
-        return all(self._communicated(info, trace) for info in self.communicate_info)
-
-    def _communicated(self, info, trace) -> bool:
-        """True if a message has the information, and few others that it might have been.
-
-        These are numbers, or what else the field of the information holds in the tables. What the
-        user has said does not count, and neither does a message with too many.
-        """
-        number = re.fullmatch(r"\$?[\d,]+(\.\d+)?", info.strip())
-        fields = () if number else self.domain.columns.values()
-        rivals = set().union(*(texts for texts in fields if info.casefold() in texts))
-        most = SPARE if number else min(SPARE, 1 + len(rivals) // 2)
-        heard, claimed = set(), set()
-        for kind, text, *_ in trace:
-            if kind == "call":
-                continue
-            if number:
-                values = numbers(text)
-            else:
-                values = {rival for rival in rivals if communicated(rival, [text])}
-            if kind == "user":
-                heard |= values
-            elif len(values - heard) <= most:
-                claimed |= values - heard
-                if len(claimed) <= 4 * most and communicated(info, [text]):
-                    return True
-        return False
+        return all(_told(info, trace) for info in self.communicate_info)
 
 
-def _unnamed(tables, start) -> list[Any]:
-    """What has changed, with the keys of new records alike: records as sorted texts, lost keys."""
-    changed = [(rows, start[name]) for name, rows in tables.items() if rows is not start[name]]
-    new = "|".join(f'"{key}"' for rows, old in changed for key in rows.keys() - old.keys())
-    records = [
-        row for rows, old in changed for row in rows.items() if row[1] is not old.get(row[0])
-    ]
-    texts = sorted(re.sub(new or "(?!)", "new", json.dumps(row, sort_keys=True)) for row in records)
-    return [texts, [old.keys() - rows.keys() for rows, old in changed]]
+def _told(info, trace) -> bool:
+    """True if a message of the agent has the information, and few numbers that are not the user's.
+
+    A message with many does not count, and none does after many of few.
+    """
+    heard, claimed = set(), set()
+    for kind, text, *_ in trace:
+        if kind == "user":
+            heard |= numbers(text)
+        elif kind == "agent" and len(numbers(text) - heard) <= SPARE:
+            claimed |= numbers(text) - heard
+            if len(claimed) <= MOST_CLAIMED and communicated(info, [text]):
+                return True
+    return False
 
 
 def attempt(calls: Sequence[Call], messages: Sequence[str] = ()) -> list[Step]:
@@ -178,9 +152,9 @@ def done(trace: Sequence[Step], tools: Sequence[str], where: Json | None = None)
     ]
 
 
-def confirmed(trace: Sequence[Step], tools: Sequence[str], where: Json | None = None) -> bool:
+def confirmed(trace: Sequence[Step], tools: Sequence[str]) -> bool:
     """Returns whether the user has assented right before each call, to a message of the agent."""
-    for place in done(trace, tools, where):
+    for place in done(trace, tools):
         talk = [step for step in trace[:place] if step[0] != "call"][-2:]
         if [step[0] for step in talk] != ["agent", "user"] or not _ASSENT.match(talk[1][1].lower()):
             return False
@@ -194,10 +168,9 @@ def _before(trace, first, then) -> bool:
 
 
 CHECKS = {
-    "confirmed": confirmed,  # tools, where?
+    "confirmed": confirmed,  # tools
     "before": _before,  # first, then
-    "made": lambda trace, **which: bool(done(trace, **which)),  # tools, where?
-    "never": lambda trace, **which: not done(trace, **which),  # tools, where?
+    "made": lambda trace, tools: bool(done(trace, tools)),
 }
 
 

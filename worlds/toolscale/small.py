@@ -1,35 +1,32 @@
 """Draws domain tasks that fit a small context, in memory, from a seed, as they are asked for.
 
-A domain's whole policy and a dozen tools are some 5,000 ids of the miniature's tokenizer. A prompt
-here is a tenth of that: one wish, at level 2 with a twist, the tools that it may need and one
-other, the rules of these, no expert, and a user who says at once who they are. To do nothing is
-never right: what depends on a record has to be looked up. Of each list of sentences the first few
-are used. Worlds, checks and scores are those of data_gen.py.
+A domain's whole policy and its tools are some thousands of ids of the miniature's tokenizer. A
+prompt here is a tenth of that: one wish, at level 2 with a twist, the tools that it may need and
+one other, the rules of these, no expert, and a user who says at once who it is and knows every key.
+To do nothing is never right: what depends on a record has to be looked up. Names, numbers and keys
+of the held-out split are in no training task. Worlds, checks and scores are those of data_gen.py.
 """
 
-import copy
 import itertools
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
-from worlds.toolscale.act import UnfitError
-from worlds.toolscale.blueprint import BUILT_IN, build
+from nanorchestra.schemas import Json
 from worlds.toolscale.dataset import DomainWorld
-from worlds.toolscale.domain import Domain
-from worlds.toolscale.planner import Planner
-from worlds.toolscale.program import Json, parse_call, rules
-from worlds.toolscale.tasks import to_task
-from worlds.toolscale.verify import mentions, task_text, verify
-from worlds.toolscale.words import Words
+from worlds.toolscale.domain import BUILT_IN, LOOK, Domain, build, introduction
+from worlds.toolscale.plan import draw, to_task
+from worlds.toolscale.verify import leaves, task_text, verify
+from worlds.toolscale.wishes import Scene, UnfitError
+from worlds.toolscale.words import mentions
 
-DOMAINS, LEVELS = 3, (1, 2)  # domains that a seed chooses, and levels in turn
+DOMAINS = 3  # domains that a seed chooses, of those that are trained on
+LEVELS = ((1, ("plain",)), (2, ("if", "rule", "mind")))  # in turn: a level, and its twists
 TASKS = 20_000  # of a split
-SENTENCES = 4  # of each list of a domain's file
 # Golden calls of a task; characters of its policy and tools, and of what its calls return.
-MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1300, 600
-LOOK = "Look up what a wish is about before you do it or refuse it."
+MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1300, 480
+RETURNED = "Tell the user only what the tools return."
 
 
 @dataclass(frozen=True)
@@ -40,22 +37,24 @@ class SmallTasks(Sequence):
     """
 
     name: str
-    domains: Sequence[tuple[Domain, Words]]
+    domains: Sequence[Domain]
 
     def __len__(self) -> int:
         return TASKS
 
     def __getitem__(self, number: int) -> Json:
         place, which = divmod(number, len(self.domains))
-        world, words = self.domains[which]
-        level = LEVELS[place % len(LEVELS)]
-        for draw in itertools.count():
-            name = f"{self.name}-{world.name}-{number}-{draw}"
+        domain = self.domains[which]
+        level, twists = LEVELS[place % len(LEVELS)]
+        for trial in itertools.count():
+            name = f"{self.name}-{domain.name}-{number}-{trial}"
+            rng = random.Random(name)
             try:
-                task = _small(Planner(world, words, random.Random(name)), level, name)
+                scene = draw(domain, [rng.choice(twists)], rng, keys=True)
             except UnfitError:
                 continue
-            if _fits(world, task) and not verify(world, task):
+            task = _small(domain, scene, name, level)
+            if _fits(domain, scene, task) and not verify(domain, task):
                 return task
 
 
@@ -65,78 +64,54 @@ def small_world(
     chosen: Sequence[str] | None = None,
     spoiled: float = 0.0,
 ) -> DomainWorld:
-    """Returns the tasks of built-in domains, TASKS in each split. UserError for an unknown one.
+    """Returns the tasks of domains, TASKS in each split. UserError for an unknown one.
 
-    chosen: their names; without them the seed chooses three. `spoiled` is the share of
-    demonstrations that do one thing wrong.
+    chosen: names of built-in domains, or files; without them the seed chooses three of those that
+    are trained on. `spoiled` is the share of demonstrations that do one thing wrong.
     """
-    chosen = chosen or random.Random(f"small/{seed}").sample(BUILT_IN, DOMAINS)
-    built = []
-    for domain_name in chosen:
-        domain, words = build(domain_name, seed)
-        words = copy.deepcopy(words)  # `build` keeps what it returns
-        _shorten(words.data["wishes"])
-        built.append((domain, words))
-    splits = {split: SmallTasks(f"{seed}-{split}", built) for split in ("train", "held_out")}
-    domains = {domain.name: domain for domain, _ in built}
+    if not chosen:
+        trained = [each for each in BUILT_IN if not build(each, seed).held_out]
+        chosen = random.Random(f"small/{seed}").sample(trained, DOMAINS)
+    splits, domains = {}, {}
+    for split in ("train", "held_out"):
+        built = [build(each, seed, split) for each in chosen]
+        if split == "held_out":
+            built = [replace(domain, name=f"{domain.name}/{split}") for domain in built]
+        splits[split] = SmallTasks(f"{seed}-{split}", built)
+        domains |= {domain.name: domain for domain in built}
     return DomainWorld(splits, domains, seed, name, skill=1.0 - spoiled)
 
 
-def _shorten(wishes) -> None:
-    """Keeps the first sentences of each list that a task without a story may use."""
-    for name, value in wishes.items():
-        if name in ("say", "no", "to", "else"):
-            wishes[name] = [text for text in value if text[0] != "["][:SENTENCES]
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, dict):
-                _shorten(part)
-
-
-def _small(planner, level, name) -> Json:
-    """A task with fewer tools, a policy of its own, and a user who says at once who they are."""
-    rng, world, words = planner.rng, planner.domain, planner.words
-    act = planner.generate(level, rng.randrange(len(planner.kinds)), known=True)
-    task, wishes, kinds = to_task(act, name, level), planner.kinds, {*act.done}
-    criteria = task["evaluation_criteria"]
-    if act.twists:
-        kinds.update(other for kind in act.done for other in wishes[kind].get("or", ()))
-    elif not criteria["communicate_info"]:
-        criteria = criteria | {"actions": _needed(world, task)}
-    offered = {parse_call(call)[0] for kind in kinds for call in wishes[kind].get("do", ())}
-    offered |= {action["name"] for action in criteria["actions"]}
-    offered.add(rng.choice([name for name in task["tools"] if name not in offered]))
-    tools = [name for name in task["tools"] if name in offered]
-    kept = [rule for rule in task["rules"] if rule["check"] == "never"]
-    instructions = task["user_scenario"]["instructions"]
-    told = {"reason_for_call": f"{instructions['known_info']} {instructions['reason_for_call']}"}
-    policy = f"You are the agent of {words.business}. Today is {words.today}. "
-    policy += "Tell the user only what the tools return.\n"
-    for name in tools:
-        if said := rules(world.by_name[name]):
-            policy += f"- {name}: {' '.join(said)}\n"
-    if act.twists:
-        policy += f"- {LOOK}\n"
-        looks = [name for name, _ in act.calls if world.by_name[name]["kind"] == "read"]
-        kept.append({"text": LOOK, "check": "made", "args": {"tools": looks}})
-    for rule in sorted({rule for kind in kinds for rule in wishes[kind].get("rules", ())}):
-        policy += f"- {words.data['rules'][rule]['text']}\n"
-    every = [*range(len(criteria["actions"]))]
+def _small(domain: Domain, scene: Scene, name: str, level: int) -> Json:
+    """A task with fewer tools, a policy of its own, and a user who knows its key."""
+    task = to_task(domain, scene, name, level)
+    criteria, instructions = task["evaluation_criteria"], task["user_scenario"]["instructions"]
+    instructions["known_info"] = f"Your {_label(scene.me)} is {scene.key}."
+    is_plain = level == 1
+    if is_plain and not criteria["communicate_info"]:
+        criteria["actions"] = _needed(domain, task)
+    offered = scene.offered | {action["name"] for action in criteria["actions"]}
+    offered.add(scene.rng.choice([tool for tool in task["tools"] if tool not in offered]))
+    rules = [RETURNED, *scene.rules] if is_plain else [RETURNED, LOOK, *scene.rules]
+    lines = [introduction(domain.start), *(f"- {rule}" for rule in rules)]
     return task | {
-        "tools": tools,
-        "policy": policy,
+        "tools": [tool for tool in task["tools"] if tool in offered],
+        "policy": "\n".join(lines) + "\n",
         "experts": [],
         "preference": {},
-        "user_scenario": task["user_scenario"] | {"instructions": instructions | told},
-        "evaluation_criteria": criteria,
-        "wishes": [task["wishes"][0] | {"say": told["reason_for_call"], "actions": every}],
-        "rules": kept,
-        "kind": _kind(world, criteria, act.twists),
+        "rules": [rule for rule in task["rules"] if rule["check"] == "made" and not is_plain],
+        "kind": _kind(domain, criteria),
     }
 
 
-def _kind(world, criteria, twists) -> str:
+def _label(person) -> str:
+    """The words for a person's key: "guest id"."""
+    return fields(person)[0].name.replace("_", " ")
+
+
+def _kind(domain, criteria) -> str:
     """What a task asks for."""
-    kinds = [world.by_name[action["name"]]["kind"] for action in criteria["actions"]]
+    kinds = [domain.kinds[action["name"]] for action in criteria["actions"]]
     looks = "look-up, then " if "read" in kinds else ""
     if "handover" in kinds:
         return f"{looks}hand over"
@@ -145,25 +120,28 @@ def _kind(world, criteria, twists) -> str:
     return f"{looks}answer" if criteria["communicate_info"] else f"{looks}refuse"
 
 
-def _needed(world, task) -> list[Json]:
-    """The golden actions, without reads whose results no argument needs."""
-    text, kept = task_text(task), []
-    for action in reversed(task["evaluation_criteria"]["actions"]):
-        values = [value for other in kept for value in other["arguments"].values()]
-        if world.by_name[action["name"]]["kind"] != "read" or not all(
-            mentions(text, value) for value in values
-        ):
+def _needed(domain, task) -> list[Json]:
+    """The golden actions, without reads that return no argument that the text lacks."""
+    text, kit = task_text(task), domain.start.copy()
+    actions = task["evaluation_criteria"]["actions"]
+    returned = [{*leaves(kit.call(each["name"], each["arguments"]))} for each in actions]
+    kept, lacking = [], set()
+    for action, values in reversed([*zip(actions, returned, strict=True)]):
+        if domain.kinds[action["name"]] != "read" or values & lacking:
             kept.insert(0, action)
+            given = action["arguments"].values()
+            lacking.update(value for value in given if not mentions(text, value))
     return kept
 
 
-def _fits(world, task) -> bool:
-    """True if the texts of a task are short."""
-    tables, actions = dict(world.tables), task["evaluation_criteria"]["actions"]
-    shown = task["policy"] + json.dumps(world.functions(task["tools"]))
-    read = (world.invoke(tables, action["name"], action["arguments"]) for action in actions)
+def _fits(domain, scene, task) -> bool:
+    """True if the texts of a task are short, whatever comes of its wish."""
+    kit, actions = domain.start.copy(), task["evaluation_criteria"]["actions"]
+    shown = task["policy"] + json.dumps([domain.functions[name] for name in task["tools"]])
+    read = (kit.call(action["name"], action["arguments"]) for action in actions)
+    calls = len(actions) if task["level"] == 1 else len({*scene.looks}) + scene.writes
     return (
-        len(actions) <= MOST_CALLS
+        calls <= MOST_CALLS
         and len(shown) <= MOST_CHARS
         and sum(len(json.dumps(result)) for result in read) <= MOST_READ
     )

@@ -1,130 +1,198 @@
-"""Domains whose tools are Python: a toolkit of the user's, or that of the released rows' package.
+"""The records, tools and database of a domain: what a domain's file is made of, beside its wishes.
 
-    DIR/db.json, DIR/policy.md    as for every domain
-    DIR/toolkit.py                class Toolkit: made with the value of db.json, which is its `db`
-
-Each public method with a docstring is a tool; its schema comes from its type hints, and what it
-raises is what the agent reads. A domain without tools.json and toolkit.py is that of the package
-tau2 in ToolOrchestra's repository, tau2.domains.DOMAIN.environment, with its own records and policy
-if DIR has none.
+The toolkit is its own database: a dataclass whose fields are tables {key: record}. Records are
+frozen, and a tool never changes one: it puts `replace(record, ...)` in its place. So a copy of the
+database copies the outer dicts alone, and two databases are equal if they compare equal.
 """
 
-import copy
-import importlib
+import functools
 import inspect
-import runpy
-from collections.abc import Collection
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import random
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import date, timedelta
+from typing import Any, Self, TypeVar
 
-from nanorchestra.errors import UserError
-from nanorchestra.files import merge, read_json, read_text
+from pydantic import TypeAdapter, ValidationError, validate_call
+
+from nanorchestra.schemas import Json
 from nanorchestra.tools.functions import tool
-from worlds.toolscale.domain import Domain
-from worlds.toolscale.program import Json, Tables, ToolError
+from nanorchestra.validation import one_line
 
-READS = ("read", "think", "generic")  # the package's types of tools that change nothing
-OURS = {path.stem for path in Path(__file__).with_name("domains").glob("*.json")}
-KINDS = {"calculate": "calculate", "transfer_to_human_agents": "handover"}
+Record = TypeVar("Record")
+HELD_OUT = 3  # of a list of names, every third is of the held-out split alone
+
+
+_ANYTHING = TypeAdapter(Any)
+
+
+class ToolError(Exception):
+    """A call that cannot be done. The message is what the agent reads."""
+
+
+def _tool(kind: str) -> Callable:
+    """Returns a decorator that makes a method a tool of the kind."""
+
+    def mark(method):
+        method.kind = kind
+        return method
+
+    return mark
+
+
+read, write, handover = _tool("read"), _tool("write"), _tool("handover")
 
 
 @dataclass
-class ToolkitDomain(Domain):
-    """A domain whose tools are methods of `toolkit`, whose `db` is the table "db".
+class Toolkit:
+    """The tables of a domain and the tools over them. The first table has the users."""
 
-    A call works on a copy, unless the tool says that it only reads.
-    """
+    today: date
 
-    toolkit: Any
-    keyed = False
+    @classmethod
+    @functools.cache
+    def kinds(cls) -> dict[str, str]:
+        """Returns the kind of each tool: "read", "write" or "handover"."""
+        methods = inspect.getmembers(cls, inspect.isfunction)
+        return {name: method.kind for name, method in methods if hasattr(method, "kind")}
 
-    def invoke(self, tables: Tables, name: str, arguments: Json) -> Any:
-        """Calls the method of that name. Raises ToolError, and then `tables` are as they were."""
-        writes = self.by_name.get(name, {}).get("kind") != "read"
-        db = copy.deepcopy(tables["db"]) if writes else tables["db"]
-        toolkit = type(self.toolkit)(db)
+    def functions(self) -> list[Json]:
+        """Returns the OpenAI function objects, made of type hints and docstrings."""
+        return [tool(getattr(self, name)).schema for name in self.kinds()]
+
+    @property
+    def tables(self) -> list[dict[str, Any]]:
+        """The tables, the users first."""
+        values = (getattr(self, each.name) for each in fields(self))
+        return [value for value in values if isinstance(value, dict)]
+
+    def copy(self) -> Self:
+        """Returns a database that can be written without changing this one."""
+        own = {name: dict(v) if isinstance(v, dict) else v for name, v in vars(self).items()}
+        return replace(self, **own)
+
+    def call(self, name: str, arguments: Any) -> Any:
+        """Does a call, and returns its result as JSON. ToolError, and then nothing has changed."""
+        if name not in self.kinds():
+            raise ToolError(f"no tool named {name!r}")
+        if not isinstance(arguments, dict):
+            raise ToolError(f"{name}: the arguments must be an object")
+        work, method = self.copy(), getattr(type(self), name)
         try:
-            value = getattr(toolkit, name)(**arguments)
-        except Exception as error:  # whatever a toolkit raises is what the agent reads
-            raise ToolError(str(error) or type(error).__name__) from None
-        if writes:
-            tables["db"] = toolkit.db
-        return value
+            given = _checked(method)(**arguments)
+            result = as_json(method(work, **given))
+        except ToolError as error:
+            raise ToolError(f"{name}: {error}") from None
+        except ValidationError as error:
+            raise ToolError(f"{name}: {one_line(error.errors(), arguments)[1]}") from None
+        except KeyError as error:
+            raise ToolError(f"{name}: there is no {error}") from None
+        except Exception as error:  # of a domain of the user's own
+            raise ToolError(f"{name}: {type(error).__name__}: {error}") from None
+        vars(self).update(vars(work))
+        return result
 
-    def merged(self, data: Json) -> Tables:
-        """Returns the tables with a task's data in `db`; one of pydantic is validated again."""
-        db = self.tables["db"]
-        if hasattr(db, "model_dump"):
-            return {"db": type(db).model_validate(merge(db.model_dump(), data))}
-        return {"db": merge(db, data)}
+    # --- for the tools of a domain
 
+    @staticmethod
+    def require(condition: Any, problem: str) -> None:
+        """Raises ToolError unless the condition holds."""
+        if not condition:
+            raise ToolError(problem)
 
-def load_domain(directory: Path, called: Collection[str] = ()) -> Domain:
-    """Reads a domain whose tools are programs, a toolkit, or in the package tau2.
+    def one(self, records: Collection[Record], problem: str, **values: Any) -> Record:
+        """Returns the record that has these values. Raises ToolError if there is none."""
+        for record in records:
+            if all(getattr(record, name) == value for name, value in values.items()):
+                return record
+        raise ToolError(problem)
 
-    `called` are the names of the tools that its tasks call. UserError says what to do.
-    """
-    if (directory / "tools.json").is_file():
-        return Domain.load(directory)
-    source = directory / "toolkit.py"
-    given = source.is_file() or (directory / "db.json").is_file()
-    if given:
-        db, policy = read_json(directory / "db.json"), read_text(directory / "policy.md")
-    try:
-        if source.is_file():
-            toolkit = runpy.run_path(str(source))["Toolkit"](db)
-            methods = inspect.getmembers(toolkit, inspect.ismethod)
-            made = [tool(m) for name, m in methods if m.__doc__ and name[0] != "_"]
-            functions = [each.schema["function"] for each in made]
-        else:
-            name = f"tau2.domains.{directory.name}.environment"
-            environment = importlib.import_module(name).get_environment()
-            toolkit = environment.tools
-            if given:
-                toolkit.db = type(toolkit.db).model_validate(db)
-            else:
-                policy = environment.get_policy()
-            functions = [each.openai_schema["function"] for each in environment.get_tools()]
-    except Exception as error:  # whatever the code of others raises
-        raise UserError(_problem(directory, error, called)) from None
-    tools = []
-    for function in functions:
-        name = function["name"]
-        reads = getattr(getattr(toolkit, name), "__tool_type__", "") in READS
-        kind = KINDS.get(name, "read" if reads else "write")  # unless it says so, it may write
-        tools.append({"kind": kind, "function": function})
-    return ToolkitDomain(directory.name, {"db": toolkit.db}, tools, policy, toolkit)
+    @staticmethod
+    def change(table: dict[str, Record], record: Record, **values: Any) -> Record:
+        """Puts a changed record in the place of the record; returns it."""
+        table[key_of(record)] = changed = replace(record, **values)
+        return changed
+
+    @staticmethod
+    def new_key(prefix: str, *about: str) -> str:
+        """Returns the key of a new record, made of what it is about: the order of calls is free."""
+        return f"{prefix}{zlib.crc32('/'.join(about).encode()) % 10**6:06}"
 
 
-def _problem(directory, error, called) -> str:
-    """Returns in one line why the tools of a domain cannot be had, and what to do."""
-    cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    kit = directory / "toolkit.py"
-    if kit.is_file():
-        return f"{kit}: its class Toolkit must load, made with the value of db.json; found {cause}"
-    if not isinstance(error, ModuleNotFoundError):
-        return (
-            f"{directory}: the package tau2 cannot open this domain ({cause}); if it misses data, "
-            "set REPO_PATH=ToolOrchestra"
-        )
-    module = error.name or ""
-    if directory.name in OURS and not directory.exists():
-        return (
-            f"{directory}: is missing; data_gen.py writes it with tools.json beside tasks.jsonl, "
-            "and both belong together"
-        )
-    if module.partition(".")[0] != "tau2":
-        return (
-            f"{directory}: the package tau2 has its tools, and needs {module}, which is not "
-            "installed; install what the pyproject.toml of its repository lists"
-        )
-    code = (
-        "the released rows lack the code of its tools; clone ToolOrchestra's repository, install "
-        "what evaluation/tau2-bench/pyproject.toml lists, and set REPO_PATH=ToolOrchestra "
-        "PYTHONPATH=ToolOrchestra/evaluation/tau2-bench"
+@functools.cache
+def _checked(method: Callable) -> Callable:
+    """Returns a function of a tool's arguments that returns them as the type hints say."""
+    parameters = [*inspect.signature(method).parameters.values()][1:]
+
+    def given(**arguments):
+        return arguments
+
+    given.__signature__ = inspect.Signature(
+        [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
     )
-    if module == "tau2.domains":
-        code = f"the installed tau2 is PyPI's, another project; {code}"
-    methods = f", with the methods {', '.join(sorted(called))}" if called else ""
-    return f"{directory}: {code}; or write {kit} (docs/toolscale.md){methods}"
+    given.__annotations__ = {each.name: each.annotation for each in parameters}
+    return validate_call(given)
+
+
+def as_json(value: Any) -> Any:
+    """Returns a value as JSON has it: records as objects, days as texts. ValueError for a loop."""
+    return _ANYTHING.dump_python(value, mode="json", fallback=str)
+
+
+def key_of(record: Any) -> str:
+    """Returns the key of a record, its first field."""
+    return getattr(record, fields(record)[0].name)
+
+
+class Draw(random.Random):
+    """Draws the records of a split: no name, number or key of one split is in another."""
+
+    def __init__(self, seed: str, split: str):
+        super().__init__(f"{seed}/{split}")
+        self.held_out = split == "held_out"
+        self.drawn = set()
+
+    def names(self, names: Sequence[str]) -> list[str]:
+        """Returns those of the names that are the split's."""
+        return [n for at, n in enumerate(names) if (at % HELD_OUT == 0) == self.held_out]
+
+    def name(self, names: Sequence[str]) -> str:
+        """Returns one of the names."""
+        return self.choice(self.names(names))
+
+    def number(self, prefix: str = "", digits: int = 5) -> str:
+        """Returns a prefix with a number that was not drawn before: a key, or a telephone's."""
+        while True:
+            value = 2 * self.randrange(10 ** (digits - 1) // 2, 10**digits // 2) + self.held_out
+            if (text := f"{prefix}{value}") not in self.drawn:
+                self.drawn.add(text)
+                return text
+
+    def day(self, today: date, first: int, last: int) -> date:
+        """Returns a day, from so many days after today to so many."""
+        return today + timedelta(self.randint(first, last))
+
+    def today(self) -> date:
+        """Returns the day on which the tasks take place."""
+        return date(2026, 1, 1) + timedelta(self.randrange(365))
+
+    def people(self, count: int) -> list[str]:
+        """Returns so many names of people, all different."""
+        pairs = [f"{a} {b}" for a in self.names(FIRST_NAMES) for b in self.names(LAST_NAMES)]
+        return self.sample(pairs, count)
+
+
+def spoken(day: date) -> str:
+    """Returns a day as users say it: "May 3"."""
+    return f"{day:%B} {day.day}"
+
+
+FIRST_NAMES = (
+    "Ana Ben Carla Dan Elif Farid Greta Hugo Ines Jonas Kira Liam Mei Nils Olga Pavel Rosa Samir "
+    "Tess Uma Viktor Wanda Yara Zeno Amos Bela Chloe Dora Emil Freya"
+).split()
+LAST_NAMES = (
+    "Amsel Berg Costa Dorn Eriksen Fontana Garcia Hanson Ivanov Jansen Keller Lindt Marino Novak "
+    "Okafor Popescu Quist Rossi Silva Tanaka Umar Vogel Weiss Young Zimmer Arslan Bauer Clark"
+).split()

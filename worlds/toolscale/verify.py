@@ -1,90 +1,76 @@
 """Proves tasks: says why a task is not fit for training.
 
-Every golden argument must stand in the user's text, or an earlier golden call must have returned
-it. Keys that a lookup returns must not stand in the text, nor what is to be communicated. Golden
-calls must run; no call, or writes with one argument altered, must score 0. An agent that does all
-that is right must get there with the scripted user. That one record alone fits what the user says
-is ensured when a draft is acted out (act.py).
+Golden calls must run. Every golden argument must stand in the user's text, or an earlier golden
+call must have returned it; no answer may stand in the text. Nothing done, a write with an argument
+altered, and one left out must score 0. An agent that does all that is right must get there with the
+scripted user. That the user's words for a record fit no other of its records is so by construction
+(wishes.py).
 """
 
-import hashlib
 import random
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from nanorchestra.records import Preference, Task
-from worlds.toolscale.domain import Domain, leaves
+from nanorchestra.schemas import Json
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.environment import DomainEnvironment
 from worlds.toolscale.expert import altered, right_turns
-from worlds.toolscale.program import Json, ToolError
-from worlds.toolscale.score import Scorer, attempt, communicated
-from worlds.toolscale.user import wishes
-
-DUPLICATE = "near duplicate"
+from worlds.toolscale.score import Scorer, attempt
+from worlds.toolscale.toolkit import ToolError
+from worlds.toolscale.user import opening
+from worlds.toolscale.words import communicated, mentions
 
 
 def task_text(task: Json) -> str:
     """Returns all that the user knows and may say."""
     instructions = task["user_scenario"]["instructions"]
-    fields = ("reason_for_call", "known_info", "task_instructions")
-    return " ".join(instructions[field] for field in fields)
+    return f"{instructions['reason_for_call']} {instructions['known_info']}"
 
 
 def verify(domain: Domain, task: Json) -> str | None:
-    """Returns why the task is not fit, or None. Near duplicates are found by `signature`."""
+    """Returns why the task is not fit, or None."""
     scorer, text = Scorer(domain, task), task_text(task)
     golden, infos = scorer.golden, scorer.communicate_info
     try:
-        arguments = list(_arguments(domain, golden))
-    except ToolError:
-        return "a golden call errs"
-    kinds = {domain.by_name[name]["kind"] for name, _ in golden}
-    if scorer.score([]) and (infos or kinds & {"write", "handover"}):
-        return "solved by doing nothing"
-    for value, known in arguments:
-        stands = mentions(text, value)
-        if stands and known and any(value in rows for rows in domain.tables.values()):
-            return "an identifier that a lookup reveals is in the text"
-        if not stands and not known:
-            return "an argument is not determined by the text"
+        undetermined = list(_undetermined(domain, golden, text))
+    except ToolError as error:
+        return f"a golden call errs: {error}"
+    if undetermined:
+        return "an argument is not determined by the text"
     if any(communicated(info, [text]) for info in infos):
         return "the answer is in the text"
+    if scorer.score([]):
+        return "solved by doing nothing"
     rng = random.Random(task["id"])
-    writes = [p for p in scorer.effects if domain.by_name[golden[p][0]]["kind"] == "write"]
-    for place in writes[:1]:
-        wrong = altered(domain, [golden[place]], rng)
-        if scorer.score(attempt([*golden[:place], *wrong, *golden[place + 1 :]], infos)):
-            return "solved with an argument altered"
-    played = Task(
-        task["id"], wishes(task)[0].opening, Preference(), data={"task": task, "experts": []}
-    )
+    writes = [p for p in scorer.effects if domain.kinds[golden[p][0]] == "write"]
+    for place in writes:
+        wrong = altered(domain, golden[place], rng)
+        for instead, how in ((wrong, "with an argument altered"), (None, "with a write left out")):
+            calls = [*golden[:place], *([instead] if instead else []), *golden[place + 1 :]]
+            if scorer.score(attempt(calls, infos)):
+                return f"solved {how}"
+    played = Task(task["id"], opening(task), Preference(), data={"task": task, "experts": []})
     env = DomainEnvironment(domain, played, 0)
     for _ in right_turns(env):
         pass
     return None if env.score("") else "the scripted user does not let it be solved"
 
 
-def _arguments(domain, calls) -> Iterator[tuple[Any, bool]]:
-    """Every new golden argument, and whether an earlier call has returned it."""
-    tables, returned, used = dict(domain.tables), set(), set()
+def _undetermined(domain, calls, text) -> Iterator[Any]:
+    """Yields the golden arguments that are neither said nor returned. Raises ToolError."""
+    kit, returned = domain.start.copy(), set()
     for name, arguments in calls:
         for value in arguments.values():
-            if value not in used:
-                used.add(value)
-                yield value, value in returned
-        returned.update(leaf for _, leaf in leaves(domain.invoke(tables, name, arguments)))
+            if value not in returned and not mentions(text, value):
+                yield value
+        returned.update(leaves(kit.call(name, arguments)))
 
 
-def mentions(text: str, value: str | float) -> bool:
-    """Returns whether the text holds the value, as a number or in words ("_" is a space)."""
-    if not isinstance(value, str):
-        return communicated(f"{value:.2f}", [text])
-    return communicated(value, [text]) or communicated(value.replace("_", " "), [text])
-
-
-def signature(task: Json) -> str:
-    """Returns a hash that near duplicates share: calls by name, wishes but for their numbers."""
-    words = task["user_scenario"]["instructions"]["reason_for_call"]
-    names = " ".join(action["name"] for action in task["evaluation_criteria"]["actions"])
-    return hashlib.sha1((re.sub(r"\d+", "#", words.casefold()) + "|" + names).encode()).hexdigest()
+def leaves(value: Any) -> Iterator[Any]:
+    """Yields what is in a JSON value, however deep."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+    else:
+        yield value

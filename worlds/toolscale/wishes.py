@@ -1,151 +1,234 @@
-"""Draws one wish of a domain's file, and acts it out: plainly, or with a twist.
+"""What a domain's file says of its users: rules of the policy, and wishes.
 
-A wish is data: the record that it is `it`, what it is done `with`, what must be true for the tools
-(`can`) and for the agent (`rules`), what is read and done, said and told. A twist is how it is
-put, and all of them work with all wishes that have what they need:
+A wish is a function of a scene, and of a record of the user's, that says what the wish comes to:
 
-    if      only if a fact is so         rule    although a rule may forbid it
-    prefer  this, or else that           all     to all records that fit
-    mind    after another wish that the user gives up
+    @wish(held, every="give up all your tables")
+    def give_up(scene: Scene, table: Reservation) -> Wish:
+        return Wish(
+            f"give up {scene.name(table)}",
+            do=[("give_up_table", table.reservation_id)],
+            rules=[ahead(scene.kit, table)],
+            facts=[scene.near(table.deposit, "the deposit is less than ${}")],
+            ask="How much comes back?",
+            instead=[terrace, chair],
+        )
 """
 
-import ast
-import math
-import re
-from contextlib import suppress
-from typing import Any
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Self
 
-from worlds.toolscale.act import PHRASES, Act, UnfitError, people, spoken
-from worlds.toolscale.program import Json, Tables, ToolError, evaluate, parse
-from worlds.toolscale.records import ColumnDraws, holds, key_of
+from nanorchestra.schemas import Json
+from worlds.toolscale.toolkit import Toolkit, as_json, key_of
 
-TRIES = 12  # draws of one thing, until it fits
+Call = tuple[Any, ...]  # the name of a tool, and its arguments in order
+Fact = tuple[bool, str]  # whether it is so, and how it is said after "only if"
 
 
+class UnfitError(Exception):
+    """A wish that cannot be had as it was drawn; the planner draws again."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of the policy that no tool enforces, and whether a wish keeps it."""
+
+    text: str
+    kept: Callable[..., bool]
+
+    def __call__(self, *given: Any) -> Fact:
+        """Returns whether it is kept, and its text."""
+        return self.kept(*given), self.text
+
+
+def rule(text: str) -> Callable[[Callable[..., bool]], Rule]:
+    """Returns a decorator that makes a rule of a predicate."""
+    return lambda predicate: Rule(text, predicate)
+
+
+@dataclass(frozen=True)
+class Mine:
+    """The records of the user that a wish may be about.
+
+    The tool `find` lists those of a user, `look` reads one by its key. A record's `names()` are
+    words for it: by its key first, then as a user says them who does not know the key.
+    """
+
+    find: str
+    look: str
+    where: Callable[[Any], Any] = lambda record: True
+
+    def records(self, scene: "Scene") -> list[Any]:
+        """Returns the records of the user for which `where` holds, without those of this talk."""
+        known = {key_of(record) for record in self.all(scene.start, scene.key)}
+        records = self.all(scene.kit, scene.key)
+        return [each for each in records if key_of(each) in known and self.where(each)]
+
+    def all(self, kit: Toolkit, key: str) -> list[Any]:
+        """Returns all records of a user."""
+        return getattr(kit, self.find)(key)
+
+
+@dataclass(eq=False)
 class Wish:
-    """A wish that is drawn: its kind's data, and the scope of its expressions and patterns."""
+    """What a user wants, and what it comes to.
 
-    def __init__(self, act: Act, kind: str, it: Json | None = None):
-        self.act, self.data = act, act.data["wishes"][kind]
-        self.tables = {"it": self.data["it"]} if "it" in self.data else {}
-        me = act.tables[people(act.data)][key_of(act.me)]  # as earlier wishes left it
-        self.scope: Json = {"me": me, "today": act.words.today, "there": act.there}
-        if self.tables:
-            self.scope["it"] = it or self._pick(self.mine())
-        for name in self.data.get("with", ()):
-            self.draw(name)
+    want: words after "You want to". do: the golden writes. reads: calls that the agent needs
+    beside the record: for arguments, rules, facts and what is told. can: whether the tools let it
+    be done. rules: those of the policy. facts: what the user may make it depend on. told: what the
+    user wants to know. ask: a question that the result of the last write answers. instead: wishes
+    about the same record that may take its place.
+    """
 
-    def mine(self, used: bool = False) -> list[Json]:
-        """Returns the records that the wish may be about, those that another is about if `used`."""
-        where, taken = self.data.get("where", ""), () if used else self.act.used
-        rows = [row for row in self.act.rows(self.data["it"]) if key_of(row) not in taken]
-        return [row for row in rows if holds(where, self.scope | {"it": row})]
+    want: str
+    do: Sequence[Call] = ()
+    reads: Sequence[Call] = ()
+    can: bool = True
+    rules: Sequence[Fact] = ()
+    facts: Sequence[Fact] = ()
+    told: Any = None
+    ask: str = ""
+    instead: Sequence["Kind"] = ()
 
-    def draw(self, name: str, condition: str = "") -> None:
-        """Draws what the wish is done with."""
-        kind, *values = self.data["with"][name]
-        for _ in range(TRIES):
-            if kind in ("record", "among"):
-                rows = f"select({values[0]})" if kind == "record" else values[0]
-                self.scope[name] = self._pick(evaluate(rows, self.scope, self.act.tables))
-                if (table := values[0].removeprefix("it.")) in self.act.data["refs"]:
-                    self.tables[name] = table
-            else:
-                names, today = PHRASES["names"], self.act.words.today
-                draws = ColumnDraws(names, today, self.act.rng, self.act.tables)
-                draws.row = self.scope
-                self.scope[name] = draws.value([kind, *values])
-            needed = values[1] if kind in ("record", "among") and values[1:] else ""
-            if holds(needed, self.scope) and holds(condition, self.scope):
-                return
-        raise UnfitError(f"nothing fits {name}")
-
-    def _pick(self, rows) -> Any:
-        if not rows:
-            raise UnfitError("nothing to choose from")
-        return self.act.rng.choice(rows)
-
+    @property
     def broken(self) -> list[str]:
-        """Returns the rules that forbid the wish."""
-        rules = self.act.data["rules"]
-        return [r for r in self.data.get("rules", ()) if not holds(rules[r]["test"], self.scope)]
+        """The rules that forbid it."""
+        return [text for kept, text in self.rules if not kept]
 
-    def can(self) -> bool:
-        """Returns whether the tools let it be done."""
-        return holds(self.data.get("can", ""), self.scope)
+    @property
+    def allowed(self) -> bool:
+        """Whether tools and rules let it be done."""
+        return self.can and not self.broken
 
-    def near(self, fact: Json, truth: bool) -> None:
-        """Draws the fact's limit so that the fact is as true as it should be."""
-        path, step = fact["limit"]
-        value = evaluate(path, self.scope)
-        (compare,) = parse(fact["test"]).value.ops
-        above = isinstance(compare, ast.Gt | ast.GtE) != truth
-        share = self.act.rng.uniform(1.1, 1.6) if above else self.act.rng.uniform(0.5, 0.9)
-        limit = (math.floor(value * share / step) + above) * step
-        if limit <= 0 or limit == value:
-            raise UnfitError("no limit is near")
-        self.scope["limit"] = limit
 
-    # --- words
+@dataclass(frozen=True)
+class Kind:
+    """A kind of wish. `every` are words for it about all records, `last` ends a talk."""
 
-    def words(self, pattern: str) -> str:
-        """Returns a pattern of the file in words; one of the ways in "(a|b)" is drawn."""
-        ways = re.sub(
-            r"\(([^()]*\|[^()]*)\)", lambda ways: self.act.rng.choice(ways[1].split("|")), pattern
-        )
-        ways = re.sub(r" +(?=[ .,;:?!])", "", ways)  # after a way without words
-        return self.act.render(ways, self.scope, self.tables)
+    make: Callable[..., Wish]
+    mine: Mine | None = None
+    every: str = ""
+    last: bool = False
 
-    def phrase(self, texts: list[str]) -> str:
-        """Returns one of the texts in words: of the task's story, if one is, and none twice."""
-        act = self.act
-        tag, fresh = f"[{act.story}] ", [text for text in texts if text not in act.used_texts]
-        tagged = [text for text in fresh if text.startswith(tag)]
-        if act.story and not tagged and "[" in str(texts)[2:] and act.rng.random() < 0.7:
-            raise UnfitError("not of the story")
-        text = self._pick(tagged or [text for text in fresh if text[0] != "["])
-        act.used_texts.add(text)
-        if tagged:
-            act.used_texts.add(act.story)
-        return self.words(text.removeprefix(tag))
+    def __call__(self, scene: "Scene", record: Any) -> Wish:
+        """Returns the wish about a record."""
+        return self.make(scene, record) if self.mine else self.make(scene)
 
-    # --- deeds
 
-    def look(self) -> None:
-        """Reads what the wish is about."""
-        for call in self.data.get("reads", ()):
-            self.act.call(call, self.scope)
-        if "it" in self.data:
-            self.act.used.add(key_of(self.scope["it"]))
+def wish(mine: Mine | None = None, *, every: str = "", last: bool = False) -> Callable:
+    """Returns a decorator that makes a kind of wish of a function; see the top of this file."""
+    return lambda make: Kind(make, mine, every, last)
 
-    def do(self) -> None:
-        """Does it."""
-        for call in self.data.get("do", ()):
-            self.scope["result"] = self.act.call(call, self.scope)
 
-    def attempt(self, tables: Tables) -> bool:
-        """Makes the calls in these tables. Returns if the tools let it."""
-        with suppress(ToolError):
-            for call in self.data.get("do", ()):
-                self.act.domain.invoke(tables, *self.act.parse(call, self.scope))
-            return True
-        return False
+@dataclass
+class Scene:
+    """What one user has wished so far, on a database `kit` of its own, which was `start` before.
 
-    def tell(self) -> list[str]:
-        """Returns the questions of the user, whose answers must be communicated."""
-        questions = []
-        for texts, value in self.data.get("tell", ()):
-            if texts and self.act.rng.random() < 0.5:
-                continue
-            questions += [self.phrase(texts)] if texts else []
-            answer = evaluate(value, self.scope)
-            self.act.communicate.append(str(answer) if isinstance(answer, str) else spoken(answer))
-        return questions
+    With `keys` the user knows the key of every record. `calls` are the golden calls, `told` is what
+    must be told, `said` what the user says. `offered` are tools that the wishes speak of, `rules`
+    their rules, `writes` the most writes of one; `looks` are the golden look-ups, `used` keys of
+    records that a wish is about.
+    """
 
-    def forbidden(self, rule: str) -> None:
-        """Notes that a rule forbids the calls of the wish."""
-        text = self.act.data["rules"][rule]["text"]
-        for call in self.data["do"]:
-            name, arguments = self.act.parse(call, self.scope)
-            args = {"tools": [name], "where": arguments}
-            self.act.rules.append({"text": text, "check": "never", "args": args})
+    start: Toolkit
+    kit: Toolkit
+    key: str
+    rng: random.Random
+    keys: bool = False
+    calls: list[tuple[str, Json]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    offered: set[str] = field(default_factory=set)
+    rules: list[str] = field(default_factory=list)
+    writes: int = 0
+    looks: list[str] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def copy(self) -> Self:
+        """Returns a scene that can go on without changing this one."""
+        own = {n: type(v)(v) for n, v in vars(self).items() if isinstance(v, list | set | dict)}
+        return replace(self, kit=self.kit.copy(), **own)
+
+    # --- for the wishes of a domain
+
+    @property
+    def me(self) -> Any:
+        """The user's record."""
+        return self.kit.tables[0][self.key]
+
+    def choose(self, values: Sequence[Any]) -> Any:
+        """Returns one of the values. Raises UnfitError if there is none."""
+        if not values:
+            raise UnfitError("nothing to choose from")
+        return self.rng.choice(values)
+
+    def pick(self, records: Sequence[Any]) -> Any:
+        """Returns a record that no other wish is about. Raises UnfitError if there is none."""
+        record = self.choose([each for each in records if key_of(each) not in self.used])
+        self.used.add(key_of(record))
+        return record
+
+    def name(self, record: Any) -> str:
+        """Returns the words for the record that the wish is about."""
+        return self.names[key_of(record)]
+
+    def near(self, value: float, text: str) -> Fact:
+        """Returns the fact that a number is below a limit near it, which stands in the text."""
+        limit = round(value * self.rng.uniform(0.6, 1.5)) or 1
+        return value < limit, text.format(limit)
+
+    # --- for the planner
+
+    def draw(self, kind: Kind) -> tuple[Wish, Any]:
+        """Returns a wish of the kind and the record that it is about, with words for it."""
+        if kind.mine is None:
+            self.choose([] if kind.make.__name__ in self.used else [kind])
+            self.used.add(kind.make.__name__)
+            return kind(self, None), None
+        record = self.pick(kind.mine.records(self))
+        by_key, *words = record.names()
+        taken = set()  # words for others, before or after what has been wished
+        for kit in (self.start, self.kit):
+            for each in kind.mine.all(kit, self.key):
+                taken.update(each.names() if key_of(each) != key_of(record) else ())
+        fitting = [text for text in words if text not in taken]
+        self.names[key_of(record)] = by_key if self.keys else self.choose(fitting)
+        return kind(self, record), record
+
+    def call(self, call: Call) -> Any:
+        """Makes a golden call; returns its result."""
+        name, *given = call
+        named = dict(zip(_parameters(getattr(type(self.kit), name)), given, strict=True))
+        made = name, as_json(named)
+        result = self.kit.call(*made)
+        if made not in self.calls:
+            self.calls.append(made)
+        return result
+
+    def look(self, call: Call) -> None:
+        """Makes a golden look-up."""
+        self.call(call)
+        self.looks.append(call[0])
+
+    def act(self, wish: Wish) -> list[Any]:
+        """Does a wish; returns what its writes returned."""
+        results = [self.call(call) for call in wish.do]
+        if wish.told is not None:
+            self.told.append(str(wish.told))
+        return results
+
+    def speak_of(self, wish: Wish) -> None:
+        """Takes note of the tools and rules of a wish that the user speaks of."""
+        self.offered.update(name for name, *_ in (*wish.do, *wish.reads))
+        self.writes = max(self.writes, len(wish.do))
+        self.rules += [text for _, text in wish.rules if text not in self.rules]
+
+
+@cache
+def _parameters(method: Callable) -> list[str]:
+    """The names of a tool's arguments."""
+    return [*inspect.signature(method).parameters][1:]

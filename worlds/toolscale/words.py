@@ -1,50 +1,31 @@
-"""Draws the words and numbers that a seed may choose in a domain, and puts them into its file."""
+"""What a text says: numbers as numbers, whole words in any case."""
 
-import random
 import re
-from datetime import date, timedelta
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
-from worlds.toolscale.program import Json
+_NUMBER = re.compile(r"(?<![\w.])(?<!\d[-:])\d+(?:\.\d+)?(?!\w)(?![-:.]\d)")
 
 
-class Words(SimpleNamespace):
-    """What the seed chose for a domain: `business`, `today`, a value for each of its choices.
-
-    `data` is the domain's file with all of it filled in.
-    """
-
-
-def draw_words(blueprint: Json, rng: random.Random) -> Words:
-    """Returns the words of a domain. Its `days` are dates as many days from today as they say."""
-    w = Words(business=blueprint["business"])
-    today = date(2026, rng.randint(1, 12), rng.randint(1, 28))
-    w.today = today.isoformat()
-    for name, values in blueprint.get("choices", {}).items():
-        setattr(w, name, rng.choice(values))
-    for name, count in blueprint.get("days", {}).items():
-        setattr(w, name, day(w.today, int(expand(count, vars(w)))))
-    w.data = expand(blueprint, vars(w))
-    return w
+def communicated(info: str, messages: Sequence[str]) -> bool:
+    """Returns whether a message holds `info`: as a number, or as whole words in any case."""
+    info, messages = _spoken(info), [_spoken(message) for message in messages]
+    if re.fullmatch(r"\$?\d+(\.\d+)?", info):
+        return any(float(info.lstrip("$")) in numbers(message) for message in messages)
+    words = rf"(?<!\w){re.escape(info)}(?!\w)"
+    return any(info in message and re.search(words, message) for message in messages)
 
 
-def day(today: str, count: int) -> str:
-    """Returns the date so many days after today, or before it."""
-    return (date.fromisoformat(today) + timedelta(count)).isoformat()
+def numbers(text: str) -> set[float]:
+    """Returns the numbers in a text; "1,000" is 1000, and 5 is not in 15."""
+    return set(map(float, _NUMBER.findall(_spoken(text))))
 
 
-def expand(template: Any, words: Json) -> Any:
-    """Returns the template with every `<name>` replaced by that word.
+def _spoken(text) -> str:
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).casefold().strip()
 
-    A string that is nothing but a `<name>` becomes the value itself: a number, list or object.
-    """
-    if isinstance(template, dict):
-        return {expand(key, words): expand(value, words) for key, value in template.items()}
-    if isinstance(template, list):
-        return [expand(value, words) for value in template]
-    if not isinstance(template, str):
-        return template
-    if whole := re.fullmatch(r"<(\w+)>", template):
-        return words[whole[1]]
-    return re.sub(r"<(\w+)>", lambda match: str(words[match[1]]), template)
+
+def mentions(text: str, value: str | float) -> bool:
+    """Returns whether the text holds the value, as a number or in words ("_" is a space)."""
+    if not isinstance(value, str):
+        return communicated(f"{value:.2f}", [text])
+    return communicated(value, [text]) or communicated(value.replace("_", " "), [text])

@@ -1,7 +1,7 @@
-"""Makes tasks in batches, proves each and drops near duplicates.
+"""Makes tasks in batches, proves each and drops duplicates.
 
-A batch of the built-in author is a pure function of (seed, levels, domain, number), so the result
-does not depend on the number of workers.
+A batch is a pure function of (seed, levels, domain, number), so the result does not depend on the
+number of workers.
 """
 
 import itertools
@@ -9,48 +9,56 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 from tqdm import tqdm
 
 from nanorchestra.errors import require
-from nanorchestra.files import read_json
-from worlds.toolscale.act import UnfitError
-from worlds.toolscale.blueprint import build
-from worlds.toolscale.domain import write_json
-from worlds.toolscale.planner import Planner
-from worlds.toolscale.program import Json
-from worlds.toolscale.tasks import offer, split, to_task
-from worlds.toolscale.verify import DUPLICATE, signature, verify
+from nanorchestra.files import read_json, write_whole
+from nanorchestra.schemas import Json
+from worlds.toolscale.dataset import split
+from worlds.toolscale.domain import Domain, build
+from worlds.toolscale.offers import offer
+from worlds.toolscale.plan import plan, to_task
+from worlds.toolscale.verify import task_text, verify
+from worlds.toolscale.wishes import UnfitError
 
 BATCH = 50
+DUPLICATE = "duplicate"
 Make = Callable[[str, int], Json]  # (domain, number) -> batch
 
 
-def make_batch(seed: int, levels: Sequence[int], blueprint: str, number: int) -> Json:
-    """Makes batch `number` of a blueprint: BATCH tasks of levels in turn.
+@cache
+def built(name: str, seed: int) -> Domain:
+    """Returns a domain of the seed; a worker draws each once."""
+    return build(name, seed)
+
+
+def make_batch(seed: int, levels: Sequence[int], name: str, number: int) -> Json:
+    """Makes batch `number` of a domain: BATCH tasks of levels in turn.
 
     It has fewer tasks if 40 times as many attempts give no more. Returns the tasks, and how many
     were thrown away for each reason.
     """
-    domain, words = build(blueprint, seed)
-    tasks = {}  # by signature
+    domain = built(name, seed)
+    tasks = {}  # by what the user says
     rejected = Counter()
     for attempt in range(40 * BATCH):
         place = number * BATCH + len(tasks)
         rng = random.Random(f"{seed}/{domain.name}/{number}/{attempt}")
         level = levels[len(tasks) % len(levels)]
         try:
-            act = Planner(domain, words, rng).generate(level, place)
+            scene = plan(domain, level, rng)
         except UnfitError as error:
             rejected[str(error)] += 1
-            break
-        task = to_task(act, f"{domain.name}-{seed}-{place}", level)
-        reason = verify(domain, task) or (DUPLICATE if signature(task) in tasks else None)
+            continue
+        task = to_task(domain, scene, f"{domain.name}-{seed}-{place}", level)
+        reason = verify(domain, task) or (DUPLICATE if task_text(task) in tasks else None)
         if reason:
             rejected[reason] += 1
             continue
-        tasks[signature(task)] = task
+        tasks[task_text(task)] = task
         if len(tasks) == BATCH:
             break
     return {"tasks": list(tasks.values()), "rejected": rejected}
@@ -67,7 +75,7 @@ def claim(out: Path, settings: Json) -> None:
         f"--out {out}: holds tasks of another run ({json.dumps(present)}); give another --out",
     )
     out.mkdir(parents=True, exist_ok=True)
-    write_json(note, settings)
+    write_whole(note, json.dumps(settings, indent=1) + "\n")
 
 
 def make_all(
@@ -79,21 +87,20 @@ def make_all(
     """Makes `wanted[d]` tasks of each domain; returns them, and how many were thrown away why.
 
     `workers` maps `make` over domains and numbers, in order; `seed` is that of the experts on
-    offer. Near duplicates across batches are dropped.
+    offer. Duplicates across batches are dropped.
     """
     kept = {domain: [] for domain in wanted}
     lacking, first = dict(wanted), 0
     rejected, seen = Counter(), set()
     with tqdm(total=sum(wanted.values()), desc="tasks", unit="task", disable=None) as bar:
         while most := max(lacking.values()):
-            # Two of a batch may be near duplicates of tasks in another.
-            numbers = range(first, first - -most // (BATCH - 2))
+            numbers = range(first, first - -most // BATCH)
             jobs = [(d, number) for number in numbers for d in wanted if lacking[d]]
             first = numbers.stop
             parts = workers(make, [d for d, _ in jobs], [number for _, number in jobs])
             for (domain, _), part in zip(jobs, parts, strict=True):
-                new = [task for task in part["tasks"] if signature(task) not in seen]
-                seen.update(map(signature, new))
+                new = [task for task in part["tasks"] if task_text(task) not in seen]
+                seen.update(map(task_text, new))
                 rejected.update(part["rejected"])
                 rejected[DUPLICATE] += len(part["tasks"]) - len(new)
                 taken = new[: lacking[domain]]

@@ -1,0 +1,1 @@
+"""The built-in domains, a file each."""

@@ -1,0 +1,461 @@
+"""A clinic: patients book, move and cancel appointments, and have prescriptions renewed."""
+
+from dataclasses import dataclass, replace
+from datetime import date, timedelta
+from typing import Literal
+
+from worlds.toolscale.toolkit import Draw, Toolkit, handover, read, spoken, write
+from worlds.toolscale.wishes import Mine, Scene, Wish, rule, wish
+
+By = Literal["letter", "mail"]
+Field = Literal["general", "cardiology", "dermatology"]
+Pharmacy = Literal["Green Cross", "Old Town", "Riverside"]
+Purpose = Literal["check-up", "follow-up", "consultation"]
+Time = Literal["08:30", "09:15", "10:45", "13:00", "14:30", "16:15"]
+
+
+@dataclass(frozen=True)
+class Patient:
+    patient_id: str
+    name: str
+    born: int
+    insurance: Literal["public", "private"]
+    referral: Literal["none", "cardiology", "dermatology"]
+    missed_visits: int
+    contact_by: By
+    pharmacy: Pharmacy
+
+
+@dataclass(frozen=True)
+class Slot:
+    slot_id: str
+    date: date
+    time: Time
+    free: bool
+
+
+@dataclass(frozen=True)
+class Doctor:
+    doctor_id: str
+    name: str
+    field: Field
+    room: str
+    fee: int
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class Appointment:
+    appointment_id: str
+    patient_id: str
+    doctor_id: str
+    doctor: str
+    status: Literal["booked", "kept", "cancelled"]
+    date: date
+    time: Time
+    purpose: Purpose
+    minutes: int
+    moved: bool
+    notes_sent: Literal["no", "letter", "mail"]
+
+    def names(self) -> list[str]:
+        return [
+            f"appointment {self.appointment_id}",
+            f"your appointment with {self.doctor}",
+            f"your appointment on {spoken(self.date)}",
+            f"your {self.time} appointment with {self.doctor}",
+        ]
+
+
+@dataclass(frozen=True)
+class Prescription:
+    prescription_id: str
+    patient_id: str
+    drug: str
+    controlled: bool
+    refills_left: int
+    lasts_until: date
+    mg: int
+    times_a_day: int
+    paid: int
+
+    def names(self) -> list[str]:
+        return [f"prescription {self.prescription_id}", f"your {self.drug}"]
+
+
+@dataclass
+class Clinic(Toolkit):
+    """You are at the desk of a clinic."""
+
+    patients: dict[str, Patient]
+    doctors: dict[str, Doctor]
+    appointments: dict[str, Appointment]
+    prescriptions: dict[str, Prescription]
+
+    def booked(self, appointment_id: str) -> Appointment:
+        visit = self.appointments[appointment_id]
+        self.require(visit.status == "booked", f"It is {visit.status}.")
+        return visit
+
+    def take(self, doctor_id: str, slot_id: str) -> Slot:
+        doctor = self.doctors[doctor_id]
+        slot = self.one(doctor.slots, "The doctor has no such slot.", slot_id=slot_id)
+        self.require(slot.free, "The slot is taken.")
+        slots = tuple(replace(s, free=False) if s is slot else s for s in doctor.slots)
+        self.change(self.doctors, doctor, slots=slots)
+        return slot
+
+    @read
+    def patient_by_name(self, name: str, born: int) -> Patient:
+        """Finds a patient by name and year of birth."""
+        return self.one(self.patients.values(), "There is no such patient.", name=name, born=born)
+
+    @read
+    def patient_card(self, patient_id: str) -> Patient:
+        """Reads a patient's card: insurance, referral, missed visits, contact, pharmacy."""
+        return self.patients[patient_id]
+
+    @read
+    def visits(self, patient_id: str) -> list[Appointment]:
+        """Lists the appointments of a patient, past and to come."""
+        return [v for v in self.appointments.values() if v.patient_id == patient_id]
+
+    @read
+    def appointment(self, appointment_id: str) -> Appointment:
+        """Reads an appointment."""
+        return self.appointments[appointment_id]
+
+    @read
+    def doctor_by_name(self, name: str) -> Doctor:
+        """Finds a doctor by name: field, room, fee, slots."""
+        return self.one(self.doctors.values(), "There is no doctor of this name.", name=name)
+
+    @read
+    def doctors_of_field(self, field: Field, highest_fee: int) -> list[Doctor]:
+        """Lists the doctors of a field up to a fee."""
+        doctors = self.doctors.values()
+        return [doctor for doctor in doctors if doctor.field == field and doctor.fee <= highest_fee]
+
+    @read
+    def prescriptions_of(self, patient_id: str) -> list[Prescription]:
+        """Lists the prescriptions of a patient."""
+        return [p for p in self.prescriptions.values() if p.patient_id == patient_id]
+
+    @read
+    def prescription(self, prescription_id: str) -> Prescription:
+        """Reads a prescription."""
+        return self.prescriptions[prescription_id]
+
+    @write
+    def book(self, patient_id: str, doctor_id: str, slot_id: str) -> str:
+        """Books a free slot of a doctor for a patient; returns the appointment's number."""
+        patient, doctor = self.patients[patient_id], self.doctors[doctor_id]
+        slot, key = self.take(doctor_id, slot_id), self.new_key("V", patient_id, slot_id)
+        self.appointments[key] = Appointment(
+            key,
+            patient.patient_id,
+            doctor_id,
+            doctor.name,
+            "booked",
+            slot.date,
+            slot.time,
+            "consultation",
+            minutes=15,
+            moved=False,
+            notes_sent="no",
+        )
+        return key
+
+    @write
+    def move(self, appointment_id: str, slot_id: str) -> str:
+        """Moves a booked appointment to another slot of its doctor; returns the new time."""
+        visit = self.booked(appointment_id)
+        slot = self.take(visit.doctor_id, slot_id)
+        changed = {"date": slot.date, "time": slot.time, "moved": True}
+        return self.change(self.appointments, visit, **changed).time
+
+    @write
+    def cancel(self, appointment_id: str) -> str:
+        """Cancels a booked appointment."""
+        return self.change(
+            self.appointments, self.booked(appointment_id), status="cancelled"
+        ).status
+
+    @write
+    def send_notes(self, appointment_id: str, by: By) -> By:
+        """Sends the notes of a visit that was kept to the patient."""
+        visit = self.appointments[appointment_id]
+        self.require(visit.status == "kept", "There are no notes.")
+        return self.change(self.appointments, visit, notes_sent=by).notes_sent
+
+    @write
+    def refill(self, prescription_id: str) -> int:
+        """Renews a prescription that has refills; returns how many are left."""
+        old = self.prescriptions[prescription_id]
+        self.require(old.refills_left > 0, "No refill is left.")
+        left = old.refills_left - 1
+        return self.change(self.prescriptions, old, refills_left=left).refills_left
+
+    @write
+    def stop_prescription(self, prescription_id: str) -> str:
+        """Ends a prescription."""
+        return f"{self.prescriptions.pop(prescription_id).drug} is ended."
+
+    @write
+    def set_pharmacy(self, patient_id: str, pharmacy: Pharmacy) -> Pharmacy:
+        """Sets the pharmacy of a patient."""
+        return self.change(self.patients, self.patients[patient_id], pharmacy=pharmacy).pharmacy
+
+    @handover
+    def transfer_to_human_agents(self, reason: Literal["pain", "results", "insurance"]) -> str:
+        """Passes the patient to a nurse or the office."""
+        return "Please hold the line."
+
+
+# Rules of the clinic, which no tool enforces.
+
+
+@rule("Appointments are moved or cancelled up to two days ahead.")
+def ahead(kit: Clinic, visit: Appointment) -> bool:
+    return visit.date >= kit.today + timedelta(2)
+
+
+@rule("An appointment is moved once only.")
+def once(visit: Appointment) -> bool:
+    return not visit.moved
+
+
+@rule("Controlled drugs are not renewed at the desk.")
+def uncontrolled(drug: Prescription) -> bool:
+    return not drug.controlled
+
+
+@rule("A prescription is renewed only if it runs out within seven days.")
+def soon(kit: Clinic, drug: Prescription) -> bool:
+    return drug.lasts_until <= kit.today + timedelta(7)
+
+
+@rule("Cardiology and dermatology are booked only with a referral to that field on the card.")
+def referred(patient: Patient, doctor: Doctor) -> bool:
+    return doctor.field in ("general", patient.referral)
+
+
+@rule("A patient with three missed visits cannot book here.")
+def trusted(patient: Patient) -> bool:
+    return patient.missed_visits < 3
+
+
+@rule("Notes are sent only in the way that the patient's card names as contact.")
+def private(patient: Patient, by: By) -> bool:
+    return by == patient.contact_by
+
+
+# What patients want.
+
+visits = Mine("visits", "appointment", lambda visit: visit.status == "booked")
+kept = Mine("visits", "appointment", lambda visit: visit.status == "kept")
+drugs = Mine("prescriptions_of", "prescription")
+renewable = Mine("prescriptions_of", "prescription", lambda drug: drug.refills_left > 0)
+
+
+@wish()
+def book(scene: Scene) -> Wish:
+    doctor = scene.pick(list(scene.kit.doctors.values()))
+    slot = scene.choose(doctor.slots)
+    return Wish(
+        f"book an appointment with {doctor.name} on {spoken(slot.date)} at {slot.time}",
+        do=[("book", scene.key, doctor.doctor_id, slot.slot_id)],
+        reads=[("patient_card", scene.key), ("doctor_by_name", doctor.name)],
+        can=slot.free,
+        rules=[referred(scene.me, doctor), trusted(scene.me)],
+        facts=[(slot.free, "this time is free"), scene.near(doctor.fee, "the fee is below ${}")],
+    )
+
+
+@wish(visits)
+def move(scene: Scene, visit: Appointment) -> Wish:
+    doctor = scene.kit.doctors[visit.doctor_id]
+    slot = scene.choose(doctor.slots)
+    return Wish(
+        f"have {scene.name(visit)} moved to {spoken(slot.date)} at {slot.time}",
+        do=[("move", visit.appointment_id, slot.slot_id)],
+        reads=[("doctor_by_name", visit.doctor)],
+        can=slot.free,
+        rules=[ahead(scene.kit, visit), once(visit)],
+        facts=[(slot.free, "this time is free"), (visit.minutes > 20, "it takes over 20 minutes")],
+        instead=[cancel],
+    )
+
+
+@wish(visits, every="cancel all your booked appointments")
+def cancel(scene: Scene, visit: Appointment) -> Wish:
+    return Wish(
+        f"cancel {scene.name(visit)}",
+        do=[("cancel", visit.appointment_id)],
+        rules=[ahead(scene.kit, visit)],
+        facts=[
+            (visit.purpose == "check-up", "it is a check-up"),
+            scene.near(visit.minutes, "it takes less than {} minutes"),
+        ],
+        instead=[move],
+    )
+
+
+@wish(kept)
+def notes(scene: Scene, visit: Appointment) -> Wish:
+    by = scene.rng.choice(("letter", "mail"))
+    return Wish(
+        f"have the notes of {scene.name(visit)} sent by {by}",
+        do=[("send_notes", visit.appointment_id, by)],
+        reads=[("patient_card", scene.key)],
+        rules=[private(scene.me, by)],
+        facts=[(visit.purpose == "follow-up", "it was a follow-up")],
+    )
+
+
+@wish(renewable, every="have all your prescriptions renewed that have a refill left")
+def refill(scene: Scene, drug: Prescription) -> Wish:
+    return Wish(
+        f"have {scene.name(drug)} renewed",
+        do=[("refill", drug.prescription_id)],
+        rules=[uncontrolled(drug), soon(scene.kit, drug)],
+        facts=[
+            (drug.refills_left > 2, "more than 2 refills are left"),
+            scene.near(drug.mg, "its dose is below {} mg"),
+        ],
+        ask="How many refills are left then?",
+        instead=[stop],
+    )
+
+
+@wish(drugs)
+def stop(scene: Scene, drug: Prescription) -> Wish:
+    return Wish(
+        f"have {scene.name(drug)} taken off your list",
+        do=[("stop_prescription", drug.prescription_id)],
+        facts=[
+            (drug.refills_left == 0, "no refill is left"),
+            (drug.times_a_day == 1, "it is taken once a day"),
+        ],
+        instead=[refill],
+    )
+
+
+@wish()
+def pharmacy(scene: Scene) -> Wish:
+    choices = ("Green Cross", "Old Town", "Riverside")
+    wanted = scene.choose([each for each in choices if each != scene.me.pharmacy])
+    return Wish(
+        f"change your pharmacy to {wanted}",
+        do=[("set_pharmacy", scene.key, wanted)],
+        reads=[("patient_card", scene.key)],
+        facts=[(scene.me.insurance == "public", "your card says public insurance")],
+    )
+
+
+@wish(drugs)
+def cost(scene: Scene, drug: Prescription) -> Wish:
+    return Wish(f"know what you have paid for {scene.name(drug)} so far", told=drug.paid)
+
+
+@wish(visits)
+def minutes(scene: Scene, visit: Appointment) -> Wish:
+    return Wish(f"know how many minutes {scene.name(visit)} takes", told=visit.minutes)
+
+
+@wish()
+def room(scene: Scene) -> Wish:
+    doctor = scene.pick(list(scene.kit.doctors.values()))
+    reads = [("doctor_by_name", doctor.name)]
+    return Wish(f"know in which room {doctor.name} is", reads=reads, told=doctor.room)
+
+
+@wish(last=True)
+def nurse(scene: Scene) -> Wish:
+    matters = {
+        "pain": "an acute pain in your shoulder",
+        "results": "the results of a test",
+        "insurance": "a dispute with your insurance",
+    }
+    reason = scene.rng.choice(list(matters))
+    want = f"talk to a person about {matters[reason]}"
+    return Wish(want, do=[("transfer_to_human_agents", reason)])
+
+
+def identify(patient: Patient) -> tuple[str, tuple]:
+    """Returns what a patient says of itself, and the call that finds it by that."""
+    said = f"Your name is {patient.name} and you were born in {patient.born}."
+    return said, ("patient_by_name", patient.name, patient.born)
+
+
+# The records.
+
+DRUGS = (
+    "amlodipine metformin cetirizine omeprazole levothyroxine sertraline tramadol lorazepam "
+    "codeine diazepam bisoprolol ramipril"
+).split()
+CONTROLLED = ("tramadol", "lorazepam", "codeine", "diazepam")
+TIMES = ("08:30", "09:15", "10:45", "13:00", "14:30", "16:15")
+PHARMACIES = ("Green Cross", "Old Town", "Riverside")
+
+
+def draw(rng: Draw) -> Clinic:
+    """Draws the patients, the doctors with their slots, the appointments and prescriptions."""
+    kit, people = Clinic(rng.today(), {}, {}, {}, {}), rng.people(57)
+    for name in people[45:]:
+        key, field = rng.number("D", 4), rng.choice(("general", "cardiology", "dermatology"))
+        room, fee = rng.number("R", 3), rng.randrange(20, 150, 5)
+        slots = tuple(_slot(rng, kit.today) for _ in range(4))
+        kit.doctors[key] = Doctor(key, f"Dr. {name}", field, room, fee, slots)
+    for name in people[:45]:
+        key, by = rng.number("P", 6), rng.choice(("letter", "mail"))
+        kit.patients[key] = Patient(
+            key,
+            name,
+            rng.randint(1940, 2006),
+            rng.choice(("public", "private")),
+            rng.choice(("none", "cardiology", "dermatology")),
+            missed_visits=rng.choice((0, 1, 2, 3)),
+            contact_by=by,
+            pharmacy=rng.choice(PHARMACIES),
+        )
+        for _ in range(rng.randint(3, 5)):
+            kit.appointments.update(_appointment(rng, kit, key))
+        for drug in rng.sample(rng.names(DRUGS), rng.randint(2, 4)):
+            kit.prescriptions.update(_prescription(rng, kit.today, key, drug))
+    return kit
+
+
+def _slot(rng, today) -> Slot:
+    day, time = rng.day(today, 1, 20), rng.choice(TIMES)
+    return Slot(rng.number("S"), day, time, rng.random() < 0.65)
+
+
+def _appointment(rng, kit, patient_id) -> dict[str, Appointment]:
+    key, doctor = rng.number("V", 6), rng.choice(list(kit.doctors.values()))
+    status = rng.choice(("booked", "booked", "booked", "kept", "kept", "cancelled"))
+    day = rng.day(kit.today, 0, 14) if status == "booked" else rng.day(kit.today, -60, -1)
+    return {
+        key: Appointment(
+            key,
+            patient_id,
+            doctor.doctor_id,
+            doctor.name,
+            status,
+            day,
+            rng.choice(TIMES),
+            rng.choice(("check-up", "follow-up", "consultation")),
+            minutes=rng.randrange(10, 60, 5),
+            moved=rng.random() < 0.3,
+            notes_sent="no",
+        )
+    }
+
+
+def _prescription(rng, today, patient_id, drug) -> dict[str, Prescription]:
+    key, until, paid = rng.number("RX", 6), rng.day(today, -5, 20), rng.randint(4, 90)
+    refills, mg, times = rng.randint(0, 4), rng.randrange(5, 500, 5), rng.randint(1, 3)
+    is_controlled = drug in CONTROLLED
+    return {
+        key: Prescription(key, patient_id, drug, is_controlled, refills, until, mg, times, paid)
+    }
