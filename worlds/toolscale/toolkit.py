@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date, timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
@@ -160,6 +160,10 @@ class Draw(random.Random):
     def name(self, names: Sequence[str]) -> str:
         """Returns one of the names."""
         return self.choice(self.names(names))
+
+    def one_of(self, choices: Any) -> Any:
+        """Returns one of the values of a Literal."""
+        return self.choice(get_args(choices))
 
     def number(self, prefix: str = "", digits: int = 5) -> str:
         """Returns a prefix with a number that was not drawn before: a key, or a telephone's."""

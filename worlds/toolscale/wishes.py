@@ -118,6 +118,19 @@ class Kind:
         return self.make(scene, record) if self.mine else self.make(scene)
 
 
+def hand_over(want: str, **matters: str) -> Kind:
+    """Returns a kind of wish to speak with a person, about one of the matters.
+
+    Each is a reason of the tool `transfer_to_human_agents`, with the words for it.
+    """
+
+    def make(scene: Scene) -> Wish:
+        reason = scene.rng.choice(list(matters))
+        return Wish(f"{want} {matters[reason]}", do=[("transfer_to_human_agents", reason)])
+
+    return Kind(make, last=True)
+
+
 def wish(mine: Mine | None = None, *, every: str = "", last: bool = False) -> Callable:
     """Returns a decorator that makes a kind of wish of a function; see the top of this file."""
     return lambda make: Kind(make, mine, every, last)

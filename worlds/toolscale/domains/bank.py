@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
-from typing import Literal
+from typing import Literal, get_args
 
 from worlds.toolscale.toolkit import Draw, Toolkit, handover, read, spoken, write
-from worlds.toolscale.wishes import Mine, Scene, Wish, rule, wish
+from worlds.toolscale.wishes import Mine, Scene, Wish, hand_over, rule, wish
 
 Account = Literal["checking", "savings", "deposit"]
+CardKind = Literal["debit", "credit", "virtual"]
 FeeKind = Literal["account fee", "late fee", "paper fee"]
+Period = Literal["month", "quarter"]
 Reason = Literal["not_received", "charged_twice", "not_mine"]
 Switch = Literal["on", "off"]
 
@@ -46,7 +48,7 @@ class BankAccount:
 class Card:
     card_id: str
     client_id: str
-    kind: Literal["debit", "credit", "virtual"]
+    kind: CardKind
     ends_in: str
     active: bool
     frozen_by: Literal["nobody", "client", "bank"]
@@ -88,7 +90,7 @@ class StandingOrder:
     client_id: str
     to: str
     amount: int
-    every: Literal["month", "quarter"]
+    every: Period
     paused: bool
     contract_ends: date
 
@@ -451,16 +453,12 @@ def place(scene: Scene, payment: Payment) -> Wish:
     return Wish(f"know in which city {scene.name(payment)} was made", told=payment.place)
 
 
-@wish(last=True)
-def adviser(scene: Scene) -> Wish:
-    matters = {
-        "mortgage": "a mortgage for a house",
-        "inheritance": "an inheritance",
-        "fraud": "a fraud by telephone",
-    }
-    reason = scene.rng.choice(list(matters))
-    want = f"speak with an adviser about {matters[reason]}"
-    return Wish(want, do=[("transfer_to_human_agents", reason)])
+adviser = hand_over(
+    "speak with an adviser about",
+    mortgage="a mortgage for a house",
+    inheritance="an inheritance",
+    fraud="a fraud by telephone",
+)
 
 
 def identify(client: Client) -> tuple[str, tuple]:
@@ -490,7 +488,7 @@ def draw(rng: Draw) -> Bank:
         key, born = rng.number("", 8), rng.day(kit.today, -24000, -7500)
         waived = rng.choice((0, 0, 1))
         kit.clients[key] = Client(key, name, born, rng.random() < 0.3, waived)
-        for kind in rng.sample(("checking", "savings", "deposit"), rng.randint(2, 3)):
+        for kind in rng.sample(get_args(Account), rng.randint(2, 3)):
             kit.accounts.update(_account(rng, key, kind))
         for _ in range(rng.randint(2, 4)):
             kit.cards.update(_card(rng, key))
@@ -498,7 +496,7 @@ def draw(rng: Draw) -> Bank:
             kit.payments.update(_payment(rng, kit.today, key, merchant))
         for to in rng.sample(rng.names(PAYEES), 3):
             order, paused = rng.number("SO", 6), rng.random() < 0.3
-            amount, every = rng.randrange(15, 400, 5), rng.choice(("month", "quarter"))
+            amount, every = rng.randrange(15, 400, 5), rng.one_of(Period)
             ends = rng.day(kit.today, -120, 120)
             kit.orders[order] = StandingOrder(order, key, to, amount, every, paused, ends)
     return kit
@@ -507,17 +505,17 @@ def draw(rng: Draw) -> Bank:
 def _account(rng, client_id, kind) -> dict[str, BankAccount]:
     key = rng.number("DE", 7)
     fees = []
-    for what in rng.sample(("account fee", "late fee", "paper fee"), rng.randint(1, 3)):
+    for what in rng.sample(get_args(FeeKind), rng.randint(1, 3)):
         fees.append(Fee(what, rng.randint(3, 30), rng.random() < 0.2))
     balance, interest = rng.randint(40, 6000), rng.randint(0, 3)
     return {key: BankAccount(key, client_id, kind, balance, interest, tuple(fees))}
 
 
 def _card(rng, client_id) -> dict[str, Card]:
-    key, kind = rng.number("CD", 6), rng.choice(("debit", "credit", "virtual"))
+    key, kind = rng.number("CD", 6), rng.one_of(CardKind)
     is_active = rng.random() < 0.65
     frozen_by = "nobody" if is_active else rng.choice(("client", "bank"))
-    most, switch = rng.randrange(200, 3000, 100), rng.choice(("on", "off"))
+    most, switch = rng.randrange(200, 3000, 100), rng.one_of(Switch)
     return {key: Card(key, client_id, kind, rng.number("", 4), is_active, frozen_by, most, switch)}
 
 

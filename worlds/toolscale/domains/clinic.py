@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
-from typing import Literal
+from typing import Literal, get_args
 
 from worlds.toolscale.toolkit import Draw, Toolkit, handover, read, spoken, write
-from worlds.toolscale.wishes import Mine, Scene, Wish, rule, wish
+from worlds.toolscale.wishes import Mine, Scene, Wish, hand_over, rule, wish
 
 By = Literal["letter", "mail"]
 Field = Literal["general", "cardiology", "dermatology"]
+Insurance = Literal["public", "private"]
 Pharmacy = Literal["Green Cross", "Old Town", "Riverside"]
 Purpose = Literal["check-up", "follow-up", "consultation"]
+Referral = Literal["none", "cardiology", "dermatology"]
 Time = Literal["08:30", "09:15", "10:45", "13:00", "14:30", "16:15"]
 
 
@@ -19,8 +21,8 @@ class Patient:
     patient_id: str
     name: str
     born: int
-    insurance: Literal["public", "private"]
-    referral: Literal["none", "cardiology", "dermatology"]
+    insurance: Insurance
+    referral: Referral
     missed_visits: int
     contact_by: By
     pharmacy: Pharmacy
@@ -303,7 +305,7 @@ def cancel(scene: Scene, visit: Appointment) -> Wish:
 
 @wish(kept)
 def notes(scene: Scene, visit: Appointment) -> Wish:
-    by = scene.rng.choice(("letter", "mail"))
+    by = scene.rng.choice(get_args(By))
     return Wish(
         f"have the notes of {scene.name(visit)} sent by {by}",
         do=[("send_notes", visit.appointment_id, by)],
@@ -343,8 +345,8 @@ def stop(scene: Scene, drug: Prescription) -> Wish:
 
 @wish()
 def pharmacy(scene: Scene) -> Wish:
-    choices = ("Green Cross", "Old Town", "Riverside")
-    wanted = scene.choose([each for each in choices if each != scene.me.pharmacy])
+    others = [each for each in get_args(Pharmacy) if each != scene.me.pharmacy]
+    wanted = scene.choose(others)
     return Wish(
         f"change your pharmacy to {wanted}",
         do=[("set_pharmacy", scene.key, wanted)],
@@ -370,16 +372,12 @@ def room(scene: Scene) -> Wish:
     return Wish(f"know in which room {doctor.name} is", reads=reads, told=doctor.room)
 
 
-@wish(last=True)
-def nurse(scene: Scene) -> Wish:
-    matters = {
-        "pain": "an acute pain in your shoulder",
-        "results": "the results of a test",
-        "insurance": "a dispute with your insurance",
-    }
-    reason = scene.rng.choice(list(matters))
-    want = f"talk to a person about {matters[reason]}"
-    return Wish(want, do=[("transfer_to_human_agents", reason)])
+nurse = hand_over(
+    "talk to a person about",
+    pain="an acute pain in your shoulder",
+    results="the results of a test",
+    insurance="a dispute with your insurance",
+)
 
 
 def identify(patient: Patient) -> tuple[str, tuple]:
@@ -395,29 +393,27 @@ DRUGS = (
     "codeine diazepam bisoprolol ramipril"
 ).split()
 CONTROLLED = ("tramadol", "lorazepam", "codeine", "diazepam")
-TIMES = ("08:30", "09:15", "10:45", "13:00", "14:30", "16:15")
-PHARMACIES = ("Green Cross", "Old Town", "Riverside")
 
 
 def draw(rng: Draw) -> Clinic:
     """Draws the patients, the doctors with their slots, the appointments and prescriptions."""
     kit, people = Clinic(rng.today(), {}, {}, {}, {}), rng.people(57)
     for name in people[45:]:
-        key, field = rng.number("D", 4), rng.choice(("general", "cardiology", "dermatology"))
+        key, field = rng.number("D", 4), rng.one_of(Field)
         room, fee = rng.number("R", 3), rng.randrange(20, 150, 5)
         slots = tuple(_slot(rng, kit.today) for _ in range(4))
         kit.doctors[key] = Doctor(key, f"Dr. {name}", field, room, fee, slots)
     for name in people[:45]:
-        key, by = rng.number("P", 6), rng.choice(("letter", "mail"))
+        key, by = rng.number("P", 6), rng.one_of(By)
         kit.patients[key] = Patient(
             key,
             name,
             rng.randint(1940, 2006),
-            rng.choice(("public", "private")),
-            rng.choice(("none", "cardiology", "dermatology")),
+            rng.one_of(Insurance),
+            rng.one_of(Referral),
             missed_visits=rng.choice((0, 1, 2, 3)),
             contact_by=by,
-            pharmacy=rng.choice(PHARMACIES),
+            pharmacy=rng.one_of(Pharmacy),
         )
         for _ in range(rng.randint(3, 5)):
             kit.appointments.update(_appointment(rng, kit, key))
@@ -427,7 +423,7 @@ def draw(rng: Draw) -> Clinic:
 
 
 def _slot(rng, today) -> Slot:
-    day, time = rng.day(today, 1, 20), rng.choice(TIMES)
+    day, time = rng.day(today, 1, 20), rng.one_of(Time)
     return Slot(rng.number("S"), day, time, rng.random() < 0.65)
 
 
@@ -443,8 +439,8 @@ def _appointment(rng, kit, patient_id) -> dict[str, Appointment]:
             doctor.name,
             status,
             day,
-            rng.choice(TIMES),
-            rng.choice(("check-up", "follow-up", "consultation")),
+            rng.one_of(Time),
+            rng.one_of(Purpose),
             minutes=rng.randrange(10, 60, 5),
             moved=rng.random() < 0.3,
             notes_sent="no",

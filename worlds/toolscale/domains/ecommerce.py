@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
-from typing import Literal
+from typing import Literal, get_args
 
 from worlds.toolscale.toolkit import Draw, Toolkit, handover, read, spoken, write
-from worlds.toolscale.wishes import Mine, Scene, Wish, rule, wish
+from worlds.toolscale.wishes import Mine, Scene, Wish, hand_over, rule, wish
 
 SHIPPING_FEE = 7
 Category = Literal["electronics", "clothing", "kitchen", "furniture"]
@@ -401,16 +401,12 @@ def total(scene: Scene, order: PurchaseOrder) -> Wish:
     return Wish(f"know what {scene.name(order)} comes to", told=order.total)
 
 
-@wish(last=True)
-def human(scene: Scene) -> Wish:
-    matters = {
-        "damage": "damage to a parcel",
-        "bulk": "a bulk purchase for your company",
-        "complaint": "a complaint about the staff",
-    }
-    reason = scene.rng.choice(list(matters))
-    want = f"speak to a person about {matters[reason]}"
-    return Wish(want, do=[("transfer_to_human_agents", reason)])
+human = hand_over(
+    "speak to a person about",
+    damage="damage to a parcel",
+    bulk="a bulk purchase for your company",
+    complaint="a complaint about the staff",
+)
 
 
 def identify(customer: Customer) -> tuple[str, tuple]:
@@ -421,7 +417,6 @@ def identify(customer: Customer) -> tuple[str, tuple]:
 
 # The records.
 
-COLOURS = ("black", "white", "green", "red")
 PRODUCTS: dict[Category, list[str]] = {
     "electronics": "keyboard mouse tablet headset watch speaker".split(),
     "clothing": "jacket T-shirt backpack suitcase hat scarf".split(),
@@ -437,7 +432,7 @@ def draw(rng: Draw) -> Shop:
     for category, names in PRODUCTS.items():
         for name in rng.names(names):
             price = rng.randint(8, 300)
-            for colour in COLOURS:
+            for colour in get_args(Colour):
                 key, stock, years = rng.number("", 6), rng.choice((0, 1, 4)), rng.randint(1, 3)
                 about = (key, name, category, colour, price + rng.randint(-5, 5))
                 kit.products[key] = Product(*about, stock, years, rng.random() < 0.25)
@@ -445,7 +440,7 @@ def draw(rng: Draw) -> Shop:
         key, zip_code = rng.number("CU", 6), rng.number("", 5)
         email, plus = f"{name.casefold().replace(' ', '.')}@example.com", rng.random() < 0.5
         methods = []
-        for kind in rng.sample(("credit card", "gift card", "bank account"), 2):
+        for kind in rng.sample(get_args(Payment), 2):
             methods.append(PaymentMethod(rng.number("pay", 4), kind))
         kit.customers[key] = Customer(key, name, zip_code, email, plus, tuple(methods))
         for _ in range(rng.randint(4, 6)):
@@ -462,7 +457,7 @@ def _order(rng, kit, customer_id, methods) -> dict[str, PurchaseOrder]:
     for product in rng.sample(list(kit.products.values()), rng.randint(1, 3)):
         about = (product.product_id, product.name, product.colour, product.price)
         lines.append(Line(*about, rng.randint(1, 2), "ordered", settled=""))
-    shipping, city = rng.choice(("standard", "express")), rng.name(CITIES)
+    shipping, city = rng.one_of(Method), rng.name(CITIES)
     paid = rng.choice(methods).method_id
     about = (key, customer_id, status, placed, arrived, tuple(lines), shipping, city, paid)
     return {key: PurchaseOrder(*about, shipping_refunded=rng.random() < 0.1)}

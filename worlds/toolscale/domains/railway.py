@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
-from typing import Literal
+from typing import Literal, get_args
 
 from worlds.toolscale.toolkit import Draw, Toolkit, handover, read, spoken, write
-from worlds.toolscale.wishes import Mine, Scene, Wish, rule, wish
+from worlds.toolscale.wishes import Mine, Scene, Wish, hand_over, rule, wish
 
 REFUND_FEE = 10
 POINTS = 100  # of a leg, for first class
+Fare = Literal["saver", "flexible"]
 Hour = Literal["06:10", "08:25", "10:40", "13:05", "16:50", "19:15", "22:30"]
 Meal = Literal["none", "vegetarian", "fish"]
 TrainKind = Literal["regional", "express", "night"]
@@ -58,7 +59,7 @@ class Booking:
     booking_id: str
     traveller_id: str
     status: Literal["confirmed", "travelled", "refunded"]
-    fare: Literal["saver", "flexible"]
+    fare: Fare
     date: date
     to: str
     cabin: Literal["first", "second"]
@@ -335,7 +336,7 @@ def compensation(scene: Scene, booking: Booking) -> Wish:
 @wish(coming)
 def meal(scene: Scene, booking: Booking) -> Wish:
     who = scene.choose(booking.passengers)
-    wanted = scene.choose([m for m in ("none", "vegetarian", "fish") if m != who.meal])
+    wanted = scene.choose([m for m in get_args(Meal) if m != who.meal])
     return Wish(
         f'have the meal of {who.name} on {scene.name(booking)} set to "{wanted}"',
         do=[("set_meal", booking.booking_id, who.name, wanted)],
@@ -373,16 +374,12 @@ def departure(scene: Scene) -> Wish:
     return Wish(f"know how many minutes {train.name} takes", reads=reads, told=train.minutes)
 
 
-@wish(last=True)
-def colleague(scene: Scene) -> Wish:
-    matters = {
-        "luggage": "lost luggage, a blue backpack",
-        "group": "a trip of a large group",
-        "wheelchair": "help with a wheelchair",
-    }
-    reason = scene.rng.choice(list(matters))
-    want = f"speak to a colleague about {matters[reason]}"
-    return Wish(want, do=[("transfer_to_human_agents", reason)])
+colleague = hand_over(
+    "speak to a colleague about",
+    luggage="lost luggage, a blue backpack",
+    group="a trip of a large group",
+    wheelchair="help with a wheelchair",
+)
 
 
 def identify(traveller: Traveller) -> tuple[str, tuple]:
@@ -393,7 +390,6 @@ def identify(traveller: Traveller) -> tuple[str, tuple]:
 
 # The records.
 
-HOURS = ("06:10", "08:25", "10:40", "13:05", "16:50", "19:15", "22:30")
 CITIES = (
     "Bergen Lyon Porto Graz Ghent Turin Malmo Brno Cork Basel Riga Vigo Oslo Lille Zagreb Trieste "
     "Aarhus Leipzig Bari Nantes Gdansk"
@@ -406,9 +402,9 @@ def draw(rng: Draw) -> Railway:
     """Draws the travellers, the trains and the bookings."""
     kit = Railway(rng.today(), {}, {}, {})
     for _ in range(60):
-        key, kind = rng.number("N"), rng.choice(("regional", "express", "night"))
+        key, kind = rng.number("N"), rng.one_of(TrainKind)
         name, minutes = rng.number(f"{PREFIXES[kind]} ", 3), rng.randrange(30, 600, 5)
-        departs, seats, spaces = rng.choice(HOURS), rng.choice((0, 2, 5, 9)), rng.randint(0, 3)
+        departs, seats, spaces = rng.one_of(Hour), rng.choice((0, 2, 5, 9)), rng.randint(0, 3)
         dines = rng.random() < 0.5
         kit.trains[key] = Train(key, name, kind, departs, minutes, seats, spaces, dines)
     for name in rng.people(45):
@@ -433,8 +429,8 @@ def _booking(rng, kit, traveller_id, to) -> dict[str, Booking]:
         legs.append(Leg(*about, bicycles, price, late))
     passengers = []
     for name in rng.sample(rng.names(COMPANIONS), rng.randint(1, 3)):
-        passengers.append(Passenger(name, rng.choice(("none", "vegetarian", "fish"))))
-    fare, cabin = rng.choice(("saver", "flexible")), rng.choice(("first", "second", "second"))
+        passengers.append(Passenger(name, rng.one_of(Meal)))
+    fare, cabin = rng.one_of(Fare), rng.choice(("first", "second", "second"))
     is_paid = rng.random() < 0.2
     about = (key, traveller_id, status, fare, day, to, cabin)
     return {key: Booking(*about, tuple(legs), tuple(passengers), is_paid)}

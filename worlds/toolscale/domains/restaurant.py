@@ -5,7 +5,7 @@ from datetime import date, timedelta
 from typing import Literal
 
 from worlds.toolscale.toolkit import Draw, Toolkit, handover, read, spoken, write
-from worlds.toolscale.wishes import Mine, Scene, Wish, rule, wish
+from worlds.toolscale.wishes import Mine, Scene, Wish, hand_over, rule, wish
 
 HELD_OUT = True
 Allergen = Literal["none", "nuts", "fish", "milk"]
@@ -330,16 +330,12 @@ def minutes(scene: Scene) -> Wish:
     return Wish(want, reads=[("dish", dish.name)], told=dish.minutes)
 
 
-@wish(last=True)
-def owner(scene: Scene) -> Wish:
-    matters = {
-        "wedding": "a wedding for eighty",
-        "poisoning": "a food poisoning",
-        "job": "a job as a waiter",
-    }
-    reason = scene.rng.choice(list(matters))
-    want = f"speak with the owner about {matters[reason]}"
-    return Wish(want, do=[("transfer_to_human_agents", reason)])
+owner = hand_over(
+    "speak with the owner about",
+    wedding="a wedding for eighty",
+    poisoning="a food poisoning",
+    job="a job as a waiter",
+)
 
 
 def identify(guest: Guest) -> tuple[str, tuple]:
@@ -363,8 +359,8 @@ def draw(rng: Draw) -> Restaurant:
         kit.guests[key] = Guest(key, name, phone, allergy, regular, rng.randrange(0, 90, 5))
     for what in rng.names(INGREDIENTS):
         for how in WAYS:
-            key, contains = rng.number("D"), rng.choice(("none", "nuts", "fish", "milk"))
-            course, price = rng.choice(("starter", "main", "dessert")), rng.randint(6, 34)
+            key, contains = rng.number("D"), rng.one_of(Allergen)
+            course, price = rng.one_of(Course), rng.randint(6, 34)
             left, minutes = rng.randrange(20), rng.randrange(5, 60, 5)
             name = f"{how} {what}"
             kit.dishes[key] = Dish(key, name, course, price, contains, left, minutes)
@@ -380,10 +376,10 @@ def draw(rng: Draw) -> Restaurant:
                 guest_id,
                 is_held,
                 rng.day(kit.today, 1, 16) if is_held else rng.day(kit.today, -60, -1),
-                rng.choice(("17:30", "18:00", "18:30", "19:00", "20:00", "20:30")),
+                rng.one_of(Hour),
                 rng.randint(2, 9),
-                rng.choice(("hall", "terrace", "window")),
-                rng.choice(("none", "birthday", "business", "anniversary")),
+                rng.one_of(Area),
+                rng.one_of(Occasion),
                 deposit=rng.randint(10, 80),
                 bonus_spent=0,
                 high_chairs=rng.randrange(3),

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
-from typing import Literal
+from typing import Literal, get_args
 
 from worlds.toolscale.toolkit import Draw, Toolkit, handover, read, write
-from worlds.toolscale.wishes import Mine, Scene, Wish, rule, wish
+from worlds.toolscale.wishes import Mine, Scene, Wish, hand_over, rule, wish
 
 HELD_OUT = True
 Area = Literal["nothing", "statistics", "writing", "anatomy", "drawing"]
@@ -322,16 +322,12 @@ def room(scene: Scene) -> Wish:
     return Wish(f"know in which room {course.name} is taught", reads=reads, told=course.room)
 
 
-@wish(last=True)
-def colleague(scene: Scene) -> Wish:
-    matters = {
-        "scholarship": "a scholarship that was cut",
-        "plagiarism": "a case of plagiarism",
-        "programme": "a change of programme",
-    }
-    reason = scene.rng.choice(list(matters))
-    want = f"speak with a colleague about {matters[reason]}"
-    return Wish(want, do=[("transfer_to_human_agents", reason)])
+colleague = hand_over(
+    "speak with a colleague about",
+    scholarship="a scholarship that was cut",
+    plagiarism="a case of plagiarism",
+    programme="a change of programme",
+)
 
 
 def identify(student: Student) -> tuple[str, tuple]:
@@ -358,7 +354,7 @@ def draw(rng: Draw) -> University:
         for form in FORMS:
             key, name, credits = rng.number("C"), f"{form} {subject}", rng.choice((3, 6, 9))
             needs = rng.choice(("nothing", "nothing", *AREAS))
-            places, day = rng.randint(0, 6), rng.choice(("Monday", "Tuesday", "Thursday"))
+            places, day = rng.randint(0, 6), rng.one_of(Weekday)
             kit.courses[key] = Course(key, name, credits, needs, places, day, rng.number("H", 3))
     for name in rng.people(45):
         key = rng.number("s", 7)
@@ -381,8 +377,7 @@ def _enrolment(rng, today, student_id, course) -> dict[str, Enrolment]:
     key, is_running = rng.number("E", 6), rng.random() < 0.7
     since = rng.day(today, -28, -2) if is_running else rng.day(today, -250, -150)
     marks = []
-    pieces = ("essay", "midterm", "report", "presentation", "project")
-    for piece in rng.sample(pieces, rng.randint(1, 3)):
+    for piece in rng.sample(get_args(Piece), rng.randint(1, 3)):
         reviewed = rng.choice(("never", "never", "never", "done"))
         marks.append(Mark(piece, rng.randint(30, 98), rng.day(today, -20, -1), reviewed))
     grading, absences = rng.choice(("letter", "letter", "pass_or_fail")), rng.randint(0, 6)
