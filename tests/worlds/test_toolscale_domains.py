@@ -344,6 +344,10 @@ def test_a_tool_that_fails_fails_that_call_alone(own, how, monkeypatch):
     env = DomainEnvironment(domain, Task("t", "", data={"task": task, "experts": []}), 0)
     result = execute(env, ToolCall("broken", {"how": how}))
     assert result.error and env.kit == domain.start
+    if how in ("raises", "returns nonsense"):
+        with pytest.raises(ToolError):
+            env.kit.call("broken", {"how": how})
+        assert env.kit == domain.start
     for name, arguments in env.scorer.golden:
         if env.domain.kinds[name] == "write":
             asyncio.run(env.reply(f"Shall I do this: {arguments}?"))

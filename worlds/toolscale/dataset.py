@@ -30,7 +30,7 @@ from worlds.toolscale.offers import draw_experts
 from worlds.toolscale.rows import read_row, restored, unfit
 from worlds.toolscale.user import ScriptedUser, opening
 
-HELD_OUT = 5  # of tasks that are not of held-out domains, every fifth of a domain is held out
+TASKS_HELD_OUT = 5  # of tasks that are not of held-out domains, every fifth of a domain is held out
 STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the bounds of a reward
 
 
@@ -183,7 +183,9 @@ def load_world(
     reasons = ", ".join(f"{count} ({why})" for why, count in left_out.items())
     tally = f"of {len(tasks)} tasks {reasons or 'none'} are left out"
     splits = split(kept)
-    require(all(splits.values()), f"{file}: a domain needs at least {HELD_OUT} tasks; {tally}")
+    require(
+        all(splits.values()), f"{file}: a domain needs at least {TASKS_HELD_OUT} tasks; {tally}"
+    )
     if left_out:
         print(f"{file}: {tally}", file=sys.stderr)
     return DomainWorld(splits, worlds, seed, name, models, preference=preference)
@@ -203,7 +205,7 @@ def split(tasks: Sequence[Json]) -> dict[str, list[Json]]:
     counts = Counter()
     for task in tasks:
         counts[task["domain"]] += 1
-        name = "train" if counts[task["domain"]] % HELD_OUT else "held_out"
+        name = "train" if counts[task["domain"]] % TASKS_HELD_OUT else "held_out"
         splits[task["split"] if stated else name].append(task)
     return splits
 

@@ -107,7 +107,7 @@ def make_all(
                 kept[domain] += taken
                 bar.update(len(taken))
                 # A domain that gives nothing new is left as it is.
-                lacking[domain] -= len(taken) if new else lacking[domain]
+                lacking[domain] = lacking[domain] - len(taken) if new else 0
     tasks = [task for turn in itertools.zip_longest(*kept.values()) for task in turn if task]
     for name, part in split(tasks).items():
         for task in part:

@@ -21,7 +21,7 @@ from nanorchestra.tools.functions import tool
 from nanorchestra.validation import one_line
 
 Record = TypeVar("Record")
-HELD_OUT = 3  # of a list of names, every third is of the held-out split alone
+NAMES_HELD_OUT = 3  # of a list of names, every third is of the held-out split alone
 
 
 _ANYTHING = TypeAdapter(Any)
@@ -155,7 +155,7 @@ class Draw(random.Random):
 
     def names(self, names: Sequence[str]) -> list[str]:
         """Returns those of the names that are the split's."""
-        return [n for at, n in enumerate(names) if (at % HELD_OUT == 0) == self.held_out]
+        return [n for at, n in enumerate(names) if (at % NAMES_HELD_OUT == 0) == self.held_out]
 
     def name(self, names: Sequence[str]) -> str:
         """Returns one of the names."""

@@ -191,7 +191,7 @@ class Scene:
 
     def near(self, value: float, text: str) -> Fact:
         """Returns the fact that a number is below a limit near it, which stands in the text."""
-        limit = round(value * self.rng.uniform(0.6, 1.5)) or 1
+        limit = max(1, round(value * self.rng.uniform(0.6, 1.5)))
         return value < limit, text.format(limit)
 
     # --- for the planner

@@ -357,19 +357,20 @@ def draw(rng: Draw) -> University:
             places, day = rng.randint(0, 6), rng.one_of(Weekday)
             kit.courses[key] = Course(key, name, credits, needs, places, day, rng.number("H", 3))
     for name in rng.people(45):
-        key = rng.number("s", 7)
+        key, mine = rng.number("s", 7), {}
+        for course in rng.sample(list(kit.courses.values()), rng.randint(4, 6)):
+            mine.update(_enrolment(rng, kit.today, key, course))
+        kit.enrolments.update(mine)
         kit.students[key] = Student(
             key,
             name,
             rng.randint(2019, 2025),
             rng.choice(("none", "none", "library", "tuition")),
-            credits_now=rng.randrange(12, 30, 3),
+            credits_now=sum(each.credits for each in mine.values() if each.running),
             passed=tuple(rng.sample(AREAS, 2)),
             exchange=rng.random() < 0.4,
             papers=(),
         )
-        for course in rng.sample(list(kit.courses.values()), rng.randint(4, 6)):
-            kit.enrolments.update(_enrolment(rng, kit.today, key, course))
     return kit
 
 
