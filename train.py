@@ -77,7 +77,6 @@ from nanorchestra.training.grpo import (
     bounded_exp,
     gave_answer,
     group_advantages,
-    record_logprobs,
     rewritten_share,
 )
 from nanorchestra.training.optimizers import scheduled
@@ -154,14 +153,14 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         attempts = play_step(config, world, player, rollout_ranks, spending, step)
 
         # Rewards and advantages, group by group.
-        groups, left_out = [], Counter()
+        kept, left_out = [], Counter()  # attempts in the loss by task, and the others by reason
         for task, members in attempts.groups(grpo.group_size):
-            kept, reasons = score_group(task, members, grpo, own_reward, ranks)
-            groups.append(kept)
+            usable, reasons = score_group(task, members, grpo, own_reward, ranks)
+            kept.append(usable)
             left_out += reasons
 
         # Update: one optimizer step, or with grpo.mini_batch several.
-        update = learn(trainer, groups, grpo, step, rollout.temperature)
+        update = learn(trainer, kept, grpo, step, rollout.temperature)
 
         # Publish: the engine samples the next attempts from the new weights. Without an update
         # too, so that no KV pages are cached, as in a resumed run.
@@ -213,14 +212,14 @@ def play_step(
 
 def score_group(
     task: Task,
-    attempts: list[Trajectory],
+    members: list[Trajectory],
     grpo: GrpoSection,
     own_reward: UserReward | None,
     ranks: Ranks,
 ) -> tuple[list[Trajectory], Counter[str]]:
-    """Writes reward and advantage on the attempts at a task.
+    """Writes reward and advantage on the members of a group, the attempts at a task.
 
-    Returns the attempts that enter the loss, and how many others do not, by reason:
+    Returns the members that enter the loss, and how many others do not, by reason:
 
     "infrastructure"  a tool failed, not the policy: in no mean
     "homogeneous"     the rewards of the group are too much alike (`group_advantages`)
@@ -228,7 +227,7 @@ def score_group(
                       is not centred again, as published
     """
     objective = OBJECTIVES[grpo.objective]
-    valid = [attempt for attempt in attempts if attempt.status != "infrastructure"]
+    valid = [attempt for attempt in members if attempt.status != "infrastructure"]
     if grpo.bounds == "group":  # R(tau) = r_out(tau) Mn(tau) . P, ToolOrchestra section 3
         rewards = group_rewards(valid, task.preference)
     else:  # in absolute form, comparable across steps: reward.task_rewards
@@ -239,12 +238,12 @@ def score_group(
     for attempt, reward in zip(valid, rewards, strict=True):
         attempt.reward = reward
 
-    left_out = Counter(infrastructure=len(attempts) - len(valid))
+    left_out = Counter(attempt.status for attempt in members if attempt.status == "infrastructure")
     # A(tau) = (R(tau) - mean R) / std R over the group, DeepSeekMath section 4.1.2
     advantages = group_advantages(rewards, grpo.min_std, objective.boost)
     if advantages is None:
-        left_out["homogeneous"] = len(valid)
-        return [], +left_out
+        left_out.update("homogeneous" for _ in valid)
+        return [], left_out
     kept = []
     for attempt, advantage in zip(valid, advantages, strict=True):
         if objective.drop_invalid_format and not gave_answer(attempt):
@@ -252,24 +251,23 @@ def score_group(
         else:
             attempt.advantage = advantage
             kept.append(attempt)
-    return kept, +left_out  # those above 0
+    return kept, left_out
 
 
 def learn(
     trainer: Trainer,
-    attempts: list[list[Trajectory]],
+    kept: list[list[Trajectory]],
     grpo: GrpoSection,
     step: int,
     temperature: float,
 ) -> dict[str, float]:
     """Makes the updates of a step: one, or with grpo.mini_batch several.
 
-    attempts: by task, with their advantages; the trainer's log-probabilities are written on them.
-    Returns the metrics of the step, {} if there is nothing to learn from. All ranks call it with
-    the same attempts.
+    kept: the attempts in the loss, by task, with their advantages. Returns the metrics of the step,
+    {} if there is nothing to learn from. All ranks call it with the same attempts.
     """
     drop = OBJECTIVES[grpo.objective].drop_invalid_format
-    groups = [as_group(members, drop) for members in attempts]
+    groups = [as_group(members, drop) for members in kept]
     groups = [group for group in groups if group.samples]
     if not groups:
         return {}
@@ -277,11 +275,10 @@ def learn(
         step, grpo.learning_rate, grpo.steps, grpo.warmup_steps, grpo.final_fraction
     )
     if grpo.mini_batch:  # the ratio of every update is to the policy before the first
-        trainer.score(groups, temperature)
+        trainer.compute_old_logprobs(groups, temperature)
     updates = []
     for part in mini_batches(groups, grpo.mini_batch):
         updates.append(policy_update(trainer, part, grpo, learning_rate, temperature))
-    record_logprobs(sum(attempts, []), samples_in(groups), drop)
     return merge_updates(updates)
 
 
@@ -294,8 +291,8 @@ def policy_update(
 ) -> dict[str, float]:
     """Makes one optimizer step on the samples of all ranks; returns its metrics.
 
-    All ranks call it with the same groups. temperature: the sampler's. Without grpo.mini_batch the
-    samples then have the log-probabilities before the update.
+    All ranks call it with the same groups. temperature: the sampler's. With grpo.mini_batch the
+    samples have old_logprobs.
 
     Metrics are means over the ids in the loss: `loss`, `entropy` in nats, the terms of
     `policy_loss`, and the mismatch between sampler and trainer (`UpdateMetrics.add_mismatch`);
@@ -303,7 +300,7 @@ def policy_update(
     """
     objective = OBJECTIVES[grpo.objective]
     count = sum(sample.count for sample in samples_in(groups))  # ids in the loss, on all ranks
-    sums, logprobs = UpdateMetrics(count), []
+    sums = UpdateMetrics(count)
     micro_batches = trainer.micro_batches(groups)  # this rank's; every rank has equally many
     for batch in micro_batches:
         hidden = trainer.hidden(batch)  # [N, hidden], of the N ids in the loss
@@ -314,16 +311,12 @@ def policy_update(
         loss, terms = policy_loss(trainer_logprobs, entropy, kl, batch, grpo, count)
         backward(loss, trainer.model, trainer.ranks, last=batch is micro_batches[-1])
 
-        logprobs.append(trainer_logprobs.detach())
         sums.add(loss=loss * count, entropy=entropy, **terms)  # means are sums / count
-        before = batch.old_logprobs if grpo.mini_batch else trainer_logprobs
-        sums.add_mismatch(batch.sampler_logprobs, before)
+        before_step = batch.old_logprobs if grpo.mini_batch else trainer_logprobs
+        sums.add_mismatch(batch.sampler_logprobs, before_step)
         sums.flops += trainer.flops(batch, reference=kl is not None)
 
-    update = trainer.optimizer_step(groups, learning_rate, sums)
-    if not grpo.mini_batch:
-        trainer.keep_logprobs(groups, micro_batches, logprobs)
-    return update
+    return trainer.optimizer_step(groups, learning_rate, sums)
 
 
 def policy_loss(
@@ -336,6 +329,10 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a micro-batch's part of the loss, and terms of it for the metrics.
 
+    With one update a step, as without grpo.mini_batch, the ratio is 1 up to rounding: the clips do
+    nothing, and the gradient is that of -A v log pi, plus that of the KL term. The clips act from
+    the second update of a step on.
+
     trainer_logprobs, entropy and kl are fp32 [N], one entry per id in the loss. count: ids in the
     loss of the whole update. The loss is a scalar, with gradients into trainer_logprobs and kl;
     with N = 0 it is 0 and has a graph. Terms, each [N]: `clip_fraction`, 1 where the clip stops the
@@ -347,14 +344,7 @@ def policy_loss(
     if grpo.min_entropy:  # an id counts where the policy chooses, not where it copies
         advantages = torch.where(entropy >= grpo.min_entropy, advantages, 0.0)
 
-    # pi_old, the policy before this step, by one of three:
-    if grpo.mini_batch:  # several updates: the trainer before the first
-        old_logprobs = batch.old_logprobs
-    elif grpo.importance_cap:  # one update: the trainer of now. The ratio is 1, and the weight v
-        old_logprobs = trainer_logprobs.detach()  # below corrects for the sampler
-    else:  # one update: the sampler, so the ratio is 1 but for rounding
-        old_logprobs = batch.sampler_logprobs
-
+    old_logprobs = log_pi_old(trainer_logprobs, batch, grpo)
     ratio = bounded_exp(trainer_logprobs - old_logprobs)  # r = pi / pi_old, [N]
     clipped_ratio = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
     # PPO (1707.06347), equation (7); ToolOrchestra, (4)
@@ -375,6 +365,19 @@ def policy_loss(
         terms["kl"] = kl.detach()
         losses = losses + grpo.kl_coef * kl
     return losses.sum() / count, terms
+
+
+def log_pi_old(trainer_logprobs: Tensor, batch: MicroBatch, grpo: GrpoSection) -> Tensor:
+    """Returns the log-probabilities of pi_old, the policy before this step, [N].
+
+    With several updates a step they are computed before the first. With one update they are the
+    trainer's of now, where the weight v corrects for the sampler; else the sampler's.
+    """
+    if grpo.mini_batch:
+        return batch.old_logprobs
+    if grpo.importance_cap:
+        return trainer_logprobs.detach()
+    return batch.sampler_logprobs
 
 
 def warm_start(run: TrainingRun, trainer: Trainer, demonstrations: Demonstrations) -> None:

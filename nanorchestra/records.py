@@ -272,9 +272,7 @@ class Trajectory:
     "user_limit" (a limit of the preference), or "infrastructure" (a failure that the policy did not
     cause: the attempt leaves its group).
     policy_usd, calls_usd: what the policy's own tokens and its calls have cost so far.
-    verdict: how the answer was judged, "" if the world does not say it. trainer_logprobs: the
-    trainer's log-probabilities of the sampled ids, in order, before its update, None for those that
-    the loss leaves out; empty if it did not train on them.
+    verdict: how the answer was judged, "" if the world does not say it.
     """
 
     task_id: str
@@ -295,7 +293,6 @@ class Trajectory:
     calls: dict[str, int] = field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
-    trainer_logprobs: list[float | None] = field(default_factory=list)
     verdict: str = ""
 
     @property

@@ -83,6 +83,6 @@ def test_an_adapter_learns_a_demonstration_and_is_saved_merged(adopted, sandbox,
     assert kind["model_type"] == "llama" and kind["dtype"] == "bfloat16"
     again, _ = load_model(tmp_path / "trained", dtype="bfloat16")
     trainer = Trainer(again, vocab_limit=tokenizer.vocab_size)
-    trainer.score(groups)
+    trainer.compute_old_logprobs(groups)
     (sample,) = samples_in(groups)
     assert -sum(sample.old_logprobs) / sample.count < losses[0]

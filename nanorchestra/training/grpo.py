@@ -117,22 +117,6 @@ def as_group(attempts: Sequence[Trajectory], drop_invalid_format: bool = False) 
     return Group(samples, len(commonprefix(prompts)))
 
 
-def record_logprobs(
-    attempts: Sequence[Trajectory], samples: Sequence[Sample], drop_invalid_format: bool = False
-) -> None:
-    """Writes the old_logprobs of samples on the attempts that these were made of, in order.
-
-    Sampled ids that are not in the loss get None.
-    """
-    logprobs = iter([logprob for sample in samples for logprob in sample.old_logprobs])
-    for attempt in attempts:
-        mask = ids_in_loss(attempt, drop_invalid_format)
-        attempt.trainer_logprobs = []
-        for sampled, in_loss in zip(attempt.sampled, mask, strict=True):
-            if sampled:
-                attempt.trainer_logprobs.append(next(logprobs) if in_loss else None)
-
-
 def rewritten_share(attempts: Sequence[Trajectory]) -> float:
     """Returns the share of turns, after the first of an attempt, with a prompt of their own.
 

@@ -24,8 +24,8 @@ class Sample:
 
     in_loss and sampler_logprobs have one entry per id: whether the id enters the loss (the policy
     sampled it), and the log-probability under the distribution that it was drawn from.
-    old_logprobs: the trainer's before the first update of the step, one for each id in the loss,
-    None until they are computed: `Trainer.score` does it before several updates, else the update.
+    old_logprobs: of a step of several updates the trainer's before the first, one for each id in
+    the loss (`Trainer.compute_old_logprobs`). None where a step is one update.
     """
 
     ids: list[int]
@@ -42,14 +42,18 @@ class Sample:
 
 @dataclass
 class Group:
-    """The samples of a task. They begin with the same `shared` ids: what their prompts share."""
+    """The samples of a task, whose prompts begin with the same `shared` ids.
+
+    `shared` serves to estimate what a group costs in a pack. `pack` does not read it and finds more
+    that is shared: between groups, and in what was sampled.
+    """
 
     samples: list[Sample]
     shared: int
 
     @property
     def tokens(self) -> int:
-        """How many ids the samples have, the shared ones counted once."""
+        """How many ids the samples have, the shared ones counted once; most packs have fewer."""
         return self.shared + sum(len(sample.ids) - self.shared for sample in self.samples)
 
 
@@ -71,7 +75,7 @@ class MicroBatch:
     targets           int64, the id itself
     advantages        float32
     sampler_logprobs  float32
-    old_logprobs      float32, None if they are not computed yet
+    old_logprobs      float32, None where the samples have none
     """
 
     samples: list[Sample]
@@ -103,6 +107,8 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> MicroBa
                 advantages.append(sample.advantage)
                 sampler_logprobs.append(sample.sampler_logprobs[i])
         old_logprobs += sample.old_logprobs or []
+    # An idle rank, without samples, takes part in either kind of update.
+    have_old = all(sample.old_logprobs is not None for sample in samples)
 
     def integers(values):
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -120,7 +126,7 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> MicroBa
         targets=integers(targets),
         advantages=floats(advantages),
         sampler_logprobs=floats(sampler_logprobs),
-        old_logprobs=floats(old_logprobs) if len(old_logprobs) == len(targets) else None,
+        old_logprobs=floats(old_logprobs) if have_old else None,
     )
 
 
@@ -196,9 +202,9 @@ def divide(
     """Returns the micro-batches of each rank, equally many for all; the last may be empty.
 
     Greedy assignment: the largest group first, to the least-loaded rank (Graham 1969: at most 4/3
-    of the optimum). Then each rank fills micro-batches up to `token_budget` in order. A group above
-    the budget, or above a rank's fair share of the cost, is halved down to single samples: the
-    gradient is a sum over samples, so that does not change it.
+    of the optimum). Then each rank fills micro-batches in order, up to `token_budget` by
+    `Group.tokens`. A group above the budget, or above a rank's fair share of the cost, is halved
+    down to single samples: the gradient is a sum over samples, so that does not change it.
     """
     fair_share = sum(map(cost, groups)) / ranks
     pieces = []

@@ -5,7 +5,6 @@ train.py has the updates themselves; this file has the parts that they are made 
 
 import math
 from collections.abc import Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -216,14 +215,12 @@ class Trainer:
         those of the groups, shared ones counted once.
         """
         update = metrics.read(self.ranks)
-        if self.reference is not None and self.ranks.mesh is not None:
-            for module in (self.reference, *self.reference.layers):
-                module.reshard()  # no backward has done it
+        self._reshard_reference()
         norm = self.clip_gradients() if math.isfinite(update["loss"]) else math.nan
         if math.isfinite(norm):
             for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate
+                for settings in optimizer.param_groups:
+                    settings["lr"] = learning_rate
                 optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -234,43 +231,36 @@ class Trainer:
             "tokens": float(sum(group.tokens for group in groups)),
         }
 
+    def _reshard_reference(self) -> None:
+        """Frees the gathered weights of a sharded reference; a backward would have done it."""
+        if self.reference is not None and self.ranks.mesh is not None:
+            for module in (self.reference, *self.reference.layers):
+                module.reshard()
+
     def clip_gradients(self) -> float:
         """Scales the gradients down to MAX_NORM; returns their norm before that."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         return (norm.full_tensor() if is_sharded(norm) else norm).item()
 
-    # Log-probabilities before an update.
+    # Before several updates.
 
     @torch.no_grad()
-    def score(self, groups: Sequence[Group], temperature: float = 1.0) -> None:
-        """Computes old_logprobs of every sample in the groups, on all ranks."""
-        micro_batches = self.micro_batches(groups)
-        logprobs = []
-        for batch in micro_batches:
-            logprobs.append(self.logprobs(self.hidden(batch), batch, temperature)[0])
-        self.keep_logprobs(groups, micro_batches, logprobs)
+    def compute_old_logprobs(self, groups: Sequence[Group], temperature: float = 1.0) -> None:
+        """Computes old_logprobs of every sample in the groups, which all ranks then have.
 
-    def keep_logprobs(
-        self,
-        groups: Sequence[Group],
-        micro_batches: Sequence[MicroBatch],
-        logprobs: Sequence[Tensor],
-    ) -> None:
-        """Writes old_logprobs of every sample in the groups, on all ranks.
-
-        logprobs[k], [N], are those of micro_batches[k], this rank's share of the groups.
+        All ranks call it with the same groups; each computes its share.
         """
         samples = samples_in(groups)
-        for sample in samples:
-            sample.old_logprobs = None
-        values = iter(torch.cat(list(logprobs)).tolist())
-        for batch in micro_batches:
-            for sample in batch.samples:
-                sample.old_logprobs = list(islice(values, sample.count))
-        for part in self.ranks.all_gather([sample.old_logprobs for sample in samples]):
-            for sample, computed in zip(samples, part, strict=True):
-                if computed is not None:
-                    sample.old_logprobs = computed
+        numbers = {id(sample): number for number, sample in enumerate(samples)}
+        computed = {}  # by the number of the sample
+        for batch in self.micro_batches(groups):
+            logprobs, _ = self.logprobs(self.hidden(batch), batch, temperature)  # [N]
+            counts = [sample.count for sample in batch.samples]
+            for sample, own in zip(batch.samples, logprobs.cpu().split(counts), strict=True):
+                computed[numbers[id(sample)]] = own.tolist()
+        for part in self.ranks.all_gather(computed):
+            for number, old_logprobs in part.items():
+                samples[number].old_logprobs = old_logprobs
 
     # What the trainer holds and computes.
 
@@ -317,14 +307,14 @@ class Trainer:
 
 
 def merge_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the metrics of a step from those of its updates; {} without an update.
+    """Returns the metrics of a step from those of its updates, at least one.
 
     FLOPs and tokens are sums, names that end in _max are the largest, and the others are means.
     Updates that were skipped count in none of these but `skipped`, their share.
     """
     made = [update for update in updates if not update["skipped"]] or updates
     merged = {}
-    for name in made[0] if made else ():
+    for name in made[0]:
         values = [update[name] for update in made]
         if name in ("flops", "tokens"):
             merged[name] = sum(update[name] for update in updates)

@@ -124,16 +124,9 @@ def losses(ranks: Ranks, steps: int = 8, **options) -> dict[str, torch.Tensor]:
     trainer = make_trainer(ranks, **options)
     values = [supervised_update(trainer, make_groups(n), 3e-3)["loss"] for n in range(steps)]
     for n in range(steps):
-        groups = make_groups(n)
-        values.append(policy_update(trainer, groups, GrpoSection(), 1e-3)["loss"])
-    return {"losses": torch.tensor(values), "logprobs": old_logprobs(groups)}
-
-
-def old_logprobs(groups: list[Group]) -> torch.Tensor:
-    """Those of all samples in order, which this rank has whoever computed them."""
-    samples = samples_in(groups)
-    assert [len(sample.old_logprobs) for sample in samples] == [s.count for s in samples]
-    return torch.tensor(sum([sample.old_logprobs for sample in samples], []))
+        update = policy_update(trainer, make_groups(n), GrpoSection(), 1e-3)
+        values += [update["loss"], update["mismatch_kl"]]
+    return {"losses": torch.tensor(values)}
 
 
 def several_updates(ranks: Ranks, **options) -> dict[str, torch.Tensor]:
@@ -144,11 +137,15 @@ def several_updates(ranks: Ranks, **options) -> dict[str, torch.Tensor]:
     values = []
     for step in range(2):
         groups = make_groups(step)
-        trainer.score(groups)
+        trainer.compute_old_logprobs(groups)
         for part in mini_batches(groups, grpo.mini_batch):
             update = policy_update(trainer, part, grpo, 1e-3)
             values += [update["loss"], update["kl"], update["clip_fraction"]]
-    return {"losses": torch.tensor(values), "logprobs": old_logprobs(groups)}
+    # those of all samples, which this rank has whoever computed them
+    samples = samples_in(groups)
+    assert [len(sample.old_logprobs) for sample in samples] == [s.count for s in samples]
+    logprobs = torch.tensor(sum([sample.old_logprobs for sample in samples], []))
+    return {"losses": torch.tensor(values), "logprobs": logprobs}
 
 
 def reference_of(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.training.distributed import Ranks
-from nanorchestra.training.grpo import as_group, record_logprobs
+from nanorchestra.training.grpo import as_group
 from nanorchestra.training.packing import pack
 from nanorchestra.training.progress import Progress, TrainingRun
 from nanorchestra.training.trajectories import from_row
@@ -65,20 +65,3 @@ def test_a_badly_formed_turn_leaves_the_loss_alone_the_others_stay(nano_tokenize
     kept = [x for x, in_loss in zip(sample.ids, sample.in_loss, strict=True) if in_loss]
     assert kept == t.ids[good.start : good.end]
     assert sum(s.count for s in as_group([t]).samples) == sum(t.sampled)
-    sample.old_logprobs = [-1.0] * len(kept)
-    record_logprobs([t], [sample], True)
-    assert t.trainer_logprobs == [None] * (bad.end - bad.start) + [-1.0] * len(kept)
-
-
-def test_the_trainers_log_probabilities_reach_the_attempts():
-    def attempt(*contexts):
-        turns = [Turn(start, start + 1, "", context=begin) for begin, start in contexts]
-        sampled = [False, True, len(turns) == 1, True]
-        return Trajectory("t", 0, 1, [5, 6, 7, 8], sampled, [0.0] * 4, [-1, 3, 4, 4], turns)
-
-    whole, turns = attempt((0, 1)), attempt((0, 1), (2, 3))
-    samples = [sample for t in (whole, turns) for sample in as_group([t]).samples]
-    for sample, logprobs in zip(samples, ([-1.5, -2.5, -0.5], [-3.0], [-3.5]), strict=True):
-        sample.old_logprobs = logprobs
-    record_logprobs([whole, turns], samples)
-    assert [t.trainer_logprobs for t in (whole, turns)] == [[-1.5, -2.5, -0.5], [-3.0, -3.5]]

@@ -175,20 +175,18 @@ def test_an_importance_cap_weights_the_policy_gradient(nano_model):
 
 
 @pytest.mark.parametrize("budget", [1, 10_000])
-def test_an_update_keeps_its_log_probabilities_and_measures_the_mismatch(nano_model, budget):
+def test_an_update_measures_the_mismatch_of_sampler_and_trainer(nano_model, budget):
     groups = make_groups(8)
     groups[0].samples[0].in_loss = [False] * len(groups[0].samples[0].ids)
     with torch.no_grad():
-        expected = [alone(nano_model, s, 690, 0.7)[0].tolist() for s in samples_in(groups)]
+        computed = [alone(nano_model, s, 690, 0.7)[0].tolist() for s in samples_in(groups)]
     trainer = Trainer(nano_model, vocab_limit=690, token_budget=budget)
     update = policy_update(trainer, groups, PLAIN, 1e-2, temperature=0.7)
     gaps = []
-    for sample, theirs in zip(samples_in(groups), expected, strict=True):
-        ours = sample.old_logprobs
-        assert ours == pytest.approx(theirs, abs=1e-4)
+    for sample, logprobs in zip(samples_in(groups), computed, strict=True):
         pairs = zip(sample.sampler_logprobs, sample.in_loss, strict=True)
         drawn = [logprob for logprob, in_loss in pairs if in_loss]
-        gaps += [x - y for x, y in zip(drawn, ours, strict=True)]
+        gaps += [x - y for x, y in zip(drawn, logprobs, strict=True)]
     assert update["grad_norm"] > 0 and update["skipped"] == 0
     sizes = [abs(gap) for gap in gaps]
     ratios = [math.exp(-gap) for gap in gaps]
@@ -216,7 +214,6 @@ def test_the_metrics_of_several_updates_are_means_sums_and_maxima():
     assert merge_updates([first, bad])["loss"] == 1.0
     assert merge_updates([first, bad])["skipped"] == 0.5, "one of two: the step was made"
     assert merge_updates([bad, bad])["skipped"] == 1.0
-    assert merge_updates([]) == {}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -237,7 +234,7 @@ def test_the_update_lowers_the_loss_and_its_state_goes_on_exactly(nano_model, ki
 
 def test_the_ratio_of_later_updates_is_to_the_policy_before_the_first(nano_model, monkeypatch):
     groups, trainer = make_groups(3), Trainer(nano_model, vocab_limit=690)
-    trainer.score(groups)
+    trainer.compute_old_logprobs(groups)
     for sample in samples_in(groups):
         expected = alone(nano_model, sample)[0].tolist()
         assert sample.old_logprobs == pytest.approx(expected, abs=1e-4)
