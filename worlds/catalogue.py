@@ -197,7 +197,7 @@ class SimulatedModel(Expert):
         )
         if bill.error:
             reply = f"Error: {name} gave no answer within {self.max_tokens} tokens"
-        return replace(bill, content=reply, alias=name)
+        return replace(bill, content=reply)
 
     def _right(self, rng: random.Random) -> str:
         return self._reply(self.task.data["answer"])

@@ -198,13 +198,17 @@ class AskTool(Tool):
             f"fastest first: {', '.join(fastest)}"
         )
 
+    def alias(self, arguments: Json) -> str:
+        """Returns the name of the expert that is asked."""
+        return arguments["expert"]
+
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest answer."""
         return self._expert(**arguments).most_usd({})
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns "sure: NUMBER" or "unsure: NUMBER"."""
-        return replace(self._expert(**arguments).call({}), alias=arguments["expert"])
+        return self._expert(**arguments).call({})
 
     def _expert(self, expert: str, question: str) -> SimulatedExpert:
         cents, seconds = self.offers[expert]

@@ -105,7 +105,7 @@ async def _run(
         return prepared
     NUMBERING.set(counts)  # of this call's own task
     late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
-    given_up = ToolResult(late, prepared.most_usd, seconds, error=True)
+    given_up = ToolResult(late, prepared.most_usd, seconds, error=True, alias=prepared.alias)
     try:
         async with asyncio.timeout(None if seconds == math.inf else seconds):
             result = await prepared.run()

@@ -100,6 +100,10 @@ class Tool:
         """The US dollars that it charges, by what for: a "call", a "second"."""
         return {"call": self.usd_per_call, "second": self.usd_per_second}
 
+    def alias(self, arguments: Json) -> str:
+        """Returns the expert that a call of a tool with several asks; "" for other tools."""
+        return ""
+
     def most_usd(self, arguments: Json) -> float:
         """Returns the most US dollars that a call can cost, a finite number."""
         return self.usd_per_call + self.usd_per_second * self.timeout_s
@@ -141,10 +145,14 @@ class Tool:
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call that may be made: `run()` returns its result, for `most_usd` US dollars at most."""
+    """A call that may be made: `run()` returns its result, for `most_usd` US dollars at most.
+
+    `alias` is that of its result, also of one that does not come.
+    """
 
     run: Callable[[], Awaitable[ToolResult]]
     most_usd: float = 0.0
+    alias: str = ""
 
 
 def prepare(tools: Mapping[str, Tool], call: ToolCall, allowance: Allowance) -> PreparedCall:
@@ -160,15 +168,15 @@ def prepare(tools: Mapping[str, Tool], call: ToolCall, allowance: Allowance) -> 
     if problem := argument_error(call.arguments, tool.parameters):
         raise RefusedError(f"{call.name}: {problem}")
     tool = tool.within(call.arguments, allowance)
-    return PreparedCall(partial(_run, tool, call.arguments), tool.most_usd(call.arguments))
+    run = partial(_in_its_thread, tool, call.arguments)
+    return PreparedCall(run, tool.most_usd(call.arguments), tool.alias(call.arguments))
 
 
-async def _run(tool: Tool, arguments: Json) -> ToolResult:
-    """Returns the result of a call, as the policy reads it."""
-    call = partial(tool.call, arguments)
-    if tool.blocking:
-        return await in_thread(observed, tool.name, call, tool.result_words)
-    return observed(tool.name, call, tool.result_words)
+async def _in_its_thread(tool: Tool, arguments: Json) -> ToolResult:
+    """Returns the result of a call, as the policy reads it; a tool that blocks has a thread."""
+    observe = partial(observed, tool.name, partial(tool.call, arguments), tool.result_words)
+    result = await in_thread(observe) if tool.blocking else observe()
+    return replace(result, alias=tool.alias(arguments))
 
 
 def observed(name: str, call: Callable[[], ToolResult], words: int = RESULT_WORDS) -> ToolResult:

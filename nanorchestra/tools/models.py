@@ -128,7 +128,6 @@ class Expert:
             infrastructure=reply.infrastructure,
             input_tokens=input_tokens,
             output_tokens=output_tokens,
-            alias=name,
             retries=reply.retries,
             waited_s=reply.waited,
         )
@@ -270,7 +269,7 @@ class ExpertTool(Tool):
         """Returns the expert's answer to the task."""
         result = self.expert.ask(self._task(arguments), self.name)
         findings = {} if result.error else {"attempts": [[self.name, result.content]]}
-        return replace(result, alias="", findings=findings)
+        return replace(result, findings=findings)
 
     def _task(self, arguments) -> str:
         return arguments.get("task") or self.evidence.problem

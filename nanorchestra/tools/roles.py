@@ -113,6 +113,10 @@ class RoleTool(Tool):
         expert = self.experts[alias].smaller(text, allowance.minus(helped.helping_usd()))
         return replace(helped, experts=self.experts | {alias: expert})
 
+    def alias(self, arguments: Json) -> str:
+        """Returns the alias of the model that is chosen."""
+        return arguments["model"]
+
     def helping_usd(self) -> float:
         """Returns the most US dollars that the helpers of a call can cost together."""
         return sum(helper.most_usd({}) for helper in self.helpers)
@@ -126,7 +130,7 @@ class RoleTool(Tool):
         """Returns code and its output, documents, or an answer; each also as findings."""
         alias = arguments["model"]
         expert = self.experts[alias]
-        reply = expert.ask(self.prompt(expert), alias)
+        reply = replace(expert.ask(self.prompt(expert), alias), alias=alias)
         if reply.error:
             return reply
         if self.kind == "answer":

@@ -13,10 +13,11 @@ from scripted import ANSWER, SETTINGS, EchoTool, call, echoing, play
 from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.numbering import in_attempt
 from nanorchestra.errors import UserError
-from nanorchestra.records import Preference, Price, ToolCall, ToolResult, Trajectory
+from nanorchestra.records import Preference, Price, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.models import Expert, ExpertTool
 from nanorchestra.tools.replies import store_of
+from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.spending import Spending
 
 TWO = call("a").replace("<|im_end|>", "") + "\n" + call("b").split("\n\n")[1]
@@ -138,6 +139,29 @@ def test_a_replay_gives_up_the_calls_that_the_recording_gave_up(tmp_path):
         time.sleep(0.3)
         assert [result.cost_usd > 0.04 for result in recorded] == [True] * 2
         assert turn("replay") == recorded and len(server.bodies) == 1
+
+
+class Broken(Expert):
+    """An expert that raises."""
+
+    def ask(self, text, name):
+        raise RuntimeError("broken")
+
+
+def test_a_call_of_a_role_counts_as_one_of_its_expert_however_it_ends(nano_tokenizer):
+    """One that was given up, or whose tool had raised, counted as a call of the role."""
+    with openai_server() as server:
+        server.answer = lambda body: time.sleep(0.4) or said("42")
+        rest = "strong", Endpoint(server.url), "m", Price(1, 10), Spending()
+        cases = ((Expert, 0.3, "given up"), (Expert, None, "42"), (Broken, None, "broken"))
+        for make, seconds, says in cases:
+            env = echoing(RoleTool("answer", "d", {"answer-1": make(*rest)}))
+            env.evidence.tokenizer = nano_tokenizer
+            env.task = replace(env.task, preference=Preference(seconds=seconds))
+            t, made = Trajectory("t", 0), [ToolCall("answer", {"model": "answer-1"})]
+            results = asyncio.run(UserLimits(env, t, Price(0, 0)).execute(made, 1))
+            t.add_calls(Turn(0, 0, "stop"), made, results)
+            assert says in results[0].content and t.calls == {"answer-1": 1}
 
 
 def test_a_preference_is_a_line_of_words_and_a_vector():

@@ -70,11 +70,12 @@ def test_the_prompt_states_wish_and_terms_and_says_that_experts_are_simulated(wo
         assert "simulated" in about
         for name, (cents, seconds) in task.data["offers"].items():
             assert f"{name} {cents:02d}c" in about and f"{name} {seconds:02d}s" in about
-            result = used(env, "ask", expert=name, question="king 700")
-            assert result.alias == name and not result.error
+            asked = {"expert": name, "question": "king 700"}
+            result = used(env, "ask", **asked)
+            assert env.by_name["ask"].alias(asked) == name and not result.error
             assert result.cost_usd == pytest.approx(cents / 100, rel=0.16)
             assert result.latency_s == pytest.approx(seconds, rel=0.16)
-            most = env.by_name["ask"].most_usd({"expert": name, "question": "king 700"})
+            most = env.by_name["ask"].most_usd(asked)
             assert result.cost_usd <= most <= task.bounds.cost_usd[1] * 1.15
     assert len(seen) == 12
 

@@ -126,12 +126,12 @@ class DomainEnvironment:
         if self.models.experts is None:
             most = price.cost(sum(map(len, self.history)), STEP_TOKENS)
             allowance.check_usd(alias, most)
-            return PreparedCall(partial(self._hand_over, expert, None), most)
+            return PreparedCall(partial(self._hand_over, expert, None), most, alias)
         asked = replace(self.models.experts[expert["model"]], price=price)
         asked = asked.smaller(self._turn(), allowance)
         most = asked.most_usd(self._turn())
         allowance.check_usd(alias, most)
-        return PreparedCall(partial(self._hand_over, expert, asked), most)
+        return PreparedCall(partial(self._hand_over, expert, asked), most, alias)
 
     async def _do(self, call) -> ToolResult:
         """Runs a call in a thread: one that never ends fails alone, and has done nothing.
