@@ -75,6 +75,8 @@ class ToolResult:
     under way: in failed requests, pauses, and a queue. `findings` is what the call adds to the
     attempt's Evidence.
     `parts` are the calls that this one made, as `part` writes them; their cost is in cost_usd.
+    `given_up` marks a call whose reply was not waited for, since the user's seconds were over after
+    its latency_s.
     """
 
     content: str
@@ -90,6 +92,7 @@ class ToolResult:
     findings: dict[str, list[Any]] = field(default_factory=dict)
     parts: list[Json] = field(default_factory=list)
     waited_s: float = 0.0
+    given_up: bool = False
 
 
 def part(name: str, arguments: Json, result: ToolResult) -> Json:

@@ -83,13 +83,14 @@ class UserLimits:
             except RefusedError as error:
                 prepared.append(refused(str(error)))
         running = []
+        # A recording tells equal calls apart by the counts of their own.
         with side_by_side([(call.name, call.arguments) for call in calls]) as counts:
             for call, each, own in zip(calls, prepared, counts, strict=True):
-                running.append(_run(call, each, seconds, own))
+                running.append(_within_seconds(call, each, seconds, own))
             return await asyncio.gather(*running)
 
 
-async def _run(
+async def _within_seconds(
     call: ToolCall,
     prepared: PreparedCall | ToolResult,
     seconds: float,
@@ -98,23 +99,30 @@ async def _run(
     """Returns a call's result; without one after `seconds` it is given up, billed at its most.
 
     A call is timed by the wall, also one that states a virtual latency. The dollars of a result
-    that comes too late are known; infinite seconds are those of one that never came. One that the
-    infrastructure failed says so, however late.
+    that comes too late are known. One that the infrastructure failed says so, however late. A
+    recording may say that the call was given up earlier, under a lower limit: what it would have
+    returned is not known, which is a failure of the infrastructure.
     """
     if isinstance(prepared, ToolResult):  # a refusal
         return prepared
     NUMBERING.set(counts)  # of this call's own task
     late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
-    given_up = ToolResult(late, prepared.most_usd, seconds, error=True, alias=prepared.alias)
+    given_up = ToolResult(
+        late, prepared.most_usd, seconds, error=True, alias=prepared.alias, given_up=True
+    )
     try:
         async with asyncio.timeout(None if seconds == math.inf else seconds):
             result = await prepared.run()
     except TimeoutError:
         return given_up
+    if result.given_up and result.latency_s < seconds:
+        earlier = f"the recording gave it up after {result.latency_s:.1f} s; record it again"
+        content = f"Error: {call.name}: {earlier}"
+        return replace(result, content=content, infrastructure=True, given_up=False)
+    if result.given_up:
+        return given_up
     if result.latency_s <= seconds or result.infrastructure:
         return replace(result, latency_s=min(result.latency_s, seconds))
-    if result.latency_s == math.inf:  # as a recording says it
-        return given_up
     return replace(result, content=late, latency_s=seconds, error=True)
 
 

@@ -128,7 +128,7 @@ class EndpointConversation:
         read_tokens, written = reply.tokens
         self.attempt.counted.update(read=read_tokens, written=written)
         if reply.problem:
-            if reply.given_up or user.seconds_left() <= 0:
+            if reply.given_up and reply.seconds >= seconds or user.seconds_left() <= 0:
                 return _completion([], "length")
             who = f"{params['model']} at {rollout.server.base_url}"
             return _completion([], "error", f"Error: {who} failed ({reply.problem})")

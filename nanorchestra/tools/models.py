@@ -123,13 +123,14 @@ class Expert:
         return ToolResult(
             answer.strip(),
             self.price_of(text, reply),
-            math.inf if reply.given_up else reply.seconds,
+            reply.seconds,
             error=bool(problem),
             infrastructure=reply.infrastructure,
             input_tokens=input_tokens,
             output_tokens=output_tokens,
             retries=reply.retries,
             waited_s=reply.waited,
+            given_up=reply.given_up,
         )
 
     def _renamed(self, problem, name) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import replace
 
@@ -130,15 +131,19 @@ def test_a_replay_gives_up_the_calls_that_the_recording_gave_up(tmp_path):
         server.answer = lambda body: time.sleep(0.5) or said("42")
         alone = Endpoint(server.url, concurrency=1)
 
-        def turn(word):
+        def turn(word, seconds=0.3):
             with in_attempt(7):
                 replies = store_of(f"{word}:{tmp_path}", "--experts")
-                return asked(alone, 2, Spending(replies=replies), seconds=0.3)
+                return asked(alone, 2, Spending(replies=replies), seconds=seconds)
 
         recorded = turn("record")
         time.sleep(0.3)
         assert [result.cost_usd > 0.04 for result in recorded] == [True] * 2
         assert turn("replay") == recorded and len(server.bodies) == 1
+        for seconds in (0.6, None):  # under which the calls might have had a reply
+            for result in turn("replay", seconds):
+                assert result.infrastructure and result.latency_s < math.inf
+                assert "the recording gave it up after 0.3 s; record it again" in result.content
 
 
 class Broken(Expert):
