@@ -213,27 +213,28 @@ class RecordedWorld:
         """Returns an environment, and a teacher's turns: any experts, then the answer of most.
 
         Of answers that are as frequent it gives the latest. Whom to ask it does not show, nor when:
-        it asks another expert as often as not.
+        it asks another expert as often as not. It thinks what the user wants, in a word, so that a
+        small model has read the wish before rewards depend on it.
         """
         rng = random.Random(f"{self.seed}/lesson/{index}")
         offered = list(self.offers)
         if most_tools:
             offered = rng.sample(offered, min(most_tools, len(offered)))
         env = self._environment(self.task("train", index), offered)
-        lessons = []
+        wish, lessons = env.task.preference.name, []
         while offered and len(lessons) < MOST_ASKED:
             logprob = -math.log(len(offered))
             if lessons:
                 logprob -= math.log(2)
             offer = offered.pop(rng.randrange(len(offered)))
             result = env.by_name[offer.name].call({})
-            lessons.append(Lesson("", "", ToolCall(offer.name, {}), result, logprob))
+            lessons.append(Lesson(wish, "", ToolCall(offer.name, {}), result, logprob))
             if rng.random() < 0.5:
                 break
         said = [lesson.result.content for lesson in lessons]
         answer = max(reversed(said), key=said.count)
         may_ask = offered and len(lessons) < MOST_ASKED
-        return env, [*lessons, Lesson("", answer, logprob=-math.log(2) if may_ask else 0.0)]
+        return env, [*lessons, Lesson(wish, answer, logprob=-math.log(2) if may_ask else 0.0)]
 
 
 def load_world(name: str, seed: int, settings: TaskSection, tools: Sequence[Tool]) -> RecordedWorld:

@@ -157,6 +157,7 @@ def test_the_teacher_asks_anyone_and_answers_as_most_do(tmp_path):
         *calls, last = lessons
         said = [lesson.result.content for lesson in calls]
         assert said.count(last.content) == max(map(said.count, said))
+        assert {lesson.thought for lesson in lessons} == {env.task.preference.name}
         assert len(env.tools) == (most or 4)
         asked.add(tuple(lesson.call.name for lesson in calls))
     assert {len(names) for names in asked} == {1, 2, 3, 4}
