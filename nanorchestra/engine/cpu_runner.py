@@ -41,15 +41,16 @@ class CpuRunner(Runner):
             k_cache, v_cache = self.kv_cache
             self._native = Forward(model, k_cache, v_cache)
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, previous: Launched | None = None) -> Launched:
         """Computes a step."""
         chunks = all_chunks(batch)
         tokens, positions = [], []
-        last_tokens = []  # places of the last tokens of those that are sampled
+        sampled, last_tokens = [], []  # requests, and the places of their last tokens
         for chunk in chunks:
             tokens += chunk.request.ids[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
             if chunk.is_last:
+                sampled.append(chunk.request)
                 last_tokens.append(len(tokens) - 1)
         block_tables = [chunk.request.sequence.block_table for chunk in chunks]
         counts = [chunk.count for chunk in chunks]
@@ -64,7 +65,7 @@ class CpuRunner(Runner):
             attention = GatheredAttention(k_cache, v_cache, paged)
             hidden = self.model(torch.tensor(tokens), torch.tensor(positions), attention)
             logits = self.model.logits(hidden[last_tokens])
-        return Launched(batch, batch.sampled, logits)
+        return Launched(batch, sampled, logits)
 
 
 def all_chunks(batch: Batch) -> list[Chunk]:

@@ -107,9 +107,7 @@ class Engine:
         pool = self.runner.num_pages * self.runner.page_size
         self.limits = Limits(config.vocab_size, self.max_context, pool)
         self._request_ids = itertools.count()
-        self._batch = Batch()  # that of the step that is being computed
-        # The step after it: launched before the tokens of this one were read, drawn once they were
-        # accepted, read by the next call of `step`.
+        # Launched and drawn by the last call of `step`, accepted by the next one.
         self._ahead: Launched | None = None
         self._counts = {"steps": 0, "prefill_tokens": 0, "sampled_tokens": 0}
 
@@ -206,13 +204,14 @@ class Engine:
 
         If it has finished in this step and its callback raised, its completion is made anew.
         """
-        if not request.finished:
-            self.scheduler.finish(request)
+        has_ended = request.finished
         request.finish("error", self.tokenizer, error)
+        if not has_ended:
+            self.scheduler.finish(request)
 
     def _finish(self, request, reason):
-        self.scheduler.finish(request)
         request.finish(reason, self.tokenizer)
+        self.scheduler.finish(request)  # last: `_abandon` finds what an interrupt leaves undone
 
     # A step.
 
@@ -228,85 +227,88 @@ class Engine:
         the error is raised. So it is by NotFiniteError if logits are not finite, which is then the
         error of all requests that the step samples. A callback must not call `step`.
         """
-        compute = self._overlapped_step if self.runner.overlaps else self._serial_step
-        self._batch = Batch()
         try:
             with torch.inference_mode():
-                results = compute()
+                if self.runner.overlaps:
+                    batch, results, self._ahead = self._overlapped_step(self._ahead)
+                else:
+                    batch, results = self._serial_step()
         except BaseException:
             self._abandon()
             raise
-        batch = self._batch
         for request in batch.sampled:
             self._call_back(request, results[request])
         ended = [request for request in [*batch.failed, *batch.sampled] if request.finished]
         return [request for request in ended if request.completion.finish_reason != "abort"]
 
-    def _serial_step(self) -> Results:
-        """Computes a step from its plan to its tokens. Returns the draws."""
-        self._plan()
-        if self._batch.empty:
-            return {}
-        launched = self.runner.launch(self._batch)
+    def _serial_step(self) -> tuple[Batch, Results]:
+        """Computes a step from its plan to its tokens. Returns the batch and its draws."""
+        batch = self._plan()
+        if batch.empty:
+            return batch, {}
+        launched = self.runner.launch(batch)
         self.runner.draw(launched)
-        return self._accept(launched)
+        return batch, self._accept(launched)
 
-    def _overlapped_step(self) -> Results:
-        """Does so too, but launches the next step before it reads the tokens of this one.
+    def _overlapped_step(self, launched: Launched | None) -> tuple[Batch, Results, Launched | None]:
+        """Computes a step, but launches the next one before it reads the tokens of this one.
+
+        launched: the step that the last call has launched ahead, if it has. Returns the batch and
+        its draws, and the step for the next call.
 
         The GPU then computes while the host reads, and the newest ids go from one step to the next
         on the device. A step can be launched ahead if it only decodes (`schedule_ahead`). It is
         drawn once the tokens before it are accepted, because masks and noise depend on these. The
         callbacks come after that, so the GPU works meanwhile.
         """
-        launched = self._take_ahead()
+        if launched is not None:
+            self._leave_out_ended(launched.batch)
+            if launched.batch.empty:
+                self._drop_ahead()
+                launched = None
         if launched is None:
-            self._plan()
-            if self._batch.empty:
-                return {}
-            launched = self.runner.launch(self._batch)
+            batch = self._plan()
+            if batch.empty:
+                return batch, {}, None
+            launched = self.runner.launch(batch)
             self.runner.draw(launched)
-        batch_ahead = self.scheduler.schedule_ahead(self._batch)
+        ahead = None
+        batch_ahead = self.scheduler.schedule_ahead(launched.batch)
         if batch_ahead is not None:
-            self._ahead = self.runner.launch(batch_ahead, after=launched)
+            ahead = self.runner.launch(batch_ahead, previous=launched)
         results = self._accept(launched)
-        if self._ahead is not None:
-            self.runner.draw(self._ahead)
-        return results
+        if ahead is not None:
+            self.runner.draw(ahead)
+        return launched.batch, results, ahead
 
-    def _plan(self):
+    def _plan(self) -> Batch:
         """Schedules the next batch. A request whose admission raised has failed."""
-        self._batch = self.scheduler.schedule()
-        for request, error in self._batch.failed.items():
+        batch = self.scheduler.schedule()
+        for request, error in batch.failed.items():
             self.fail(request, error)
+        return batch
 
-    def _take_ahead(self) -> Launched | None:
-        """Returns the step that was launched ahead, without the requests that have ended since.
+    def _leave_out_ended(self, batch: Batch):
+        """Takes out of a batch that was launched ahead the requests that have ended since.
 
-        Such a request still has a row in it, which is ignored. The row wrote the KV of the
+        Such a request still has a row in the step, which is ignored. The row wrote the KV of the
         request's last id where it belongs. If the pages are free again, only a later step can hand
         them out, and that comes later on the device; a session writes the same there once more.
         """
-        launched, self._ahead = self._ahead, None
-        if launched is None:
-            return None
-        batch = launched.batch
         batch.decodes = [request for request in batch.decodes if not request.finished]
-        if batch.empty:
-            self.runner.wait()  # the device no longer reads its inputs from the host's memory
-            return None
-        self._batch = batch
-        return launched
 
     def _drop_ahead(self):
-        """Forgets the step launched ahead, once the device no longer reads its inputs."""
+        """Forgets the step launched ahead, once it has been computed.
+
+        What the caller does next, to the weights say, may be on another stream.
+        """
         if self._ahead is not None:
             self._ahead = None
             self.runner.wait()
 
     def _accept(self, launched: Launched) -> Results:
         """Reads the draws of a step and gives the requests their tokens. Returns the draws."""
-        batch = self._batch
+        batch = launched.batch
         results = self.runner.read(launched)
         self._check_finite(batch.sampled, results)
         self.scheduler.commit(batch)  # counts ids, so it comes before the new ones
@@ -356,10 +358,14 @@ class Engine:
             self.fail(request, error)
 
     def _abandon(self):
-        """Ends the running requests, and those of the step, after a failure or an interrupt."""
+        """Ends the running requests after a failure or an interrupt.
+
+        All requests of the step are among them, but those that the step itself has ended.
+        """
         self._ahead = None
-        for request in [*self.scheduler.running, *self._batch.sampled]:
+        for request in list(self.scheduler.running):
             self.abort(request)
+            self.scheduler.finish(request)  # of one that had ended when an interrupt came
         self.reset_prefix_cache()
         with suppress(Exception):  # the error that is about to be raised says more
             self.runner.wait()

@@ -160,29 +160,28 @@ class ModelRunner(Runner):
 
     # A step.
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, previous: Launched | None = None) -> Launched:
         """Starts a step, and does not wait for it.
 
-        Its logits are a part of `self.logits`. The newest ids of a batch that is planned ahead come
-        from the draws of the step before, on the device.
+        Its logits are a part of `self.logits`. If the tokens of the step before are unread, the
+        newest ids come from its draws, on the device.
         """
         if self.on_gpu:
             self._stream = torch.cuda.current_stream()
         graph_size = self._graph_size(batch)
         rows = graph_size or len(batch.decodes)
-        decodes, arrays = make_inputs(
-            batch.decodes, batch.prefills, rows, batch.unread, self._paging
-        )
+        unread = 0 if previous is None else 1  # ids of each decode
+        decodes, arrays = make_inputs(batch.decodes, batch.prefills, rows, unread, self._paging)
         if graph_size:
             inputs = first_decodes(self._inputs, graph_size)
             copy_inputs(arrays, inputs)
         else:
             inputs = inputs_to_device(arrays, self.device)
-        if batch.unread:
-            row_of = {request: row for row, request in enumerate(after.requests)}
+        if previous is not None:
+            row_of = {request: row for row, request in enumerate(previous.requests)}
             rows_before = np.array([row_of[request] for request in decodes])
             rows_before = to_device(rows_before, self.device)
-            newest = after.on_device.tokens.index_select(0, rows_before)
+            newest = previous.on_device.tokens.index_select(0, rows_before)
             inputs.tokens[: len(decodes)].copy_(newest)
         if graph_size:
             self.graphs[graph_size].replay()

@@ -56,8 +56,11 @@ class Runner:
         """Pages of the pool."""
         return self.kv_cache.shape[2]
 
-    def launch(self, batch: Batch, after: Launched | None = None) -> Launched:
-        """Starts a step; a GPU computes it later. `after`: the step before, if it is unread."""
+    def launch(self, batch: Batch, previous: Launched | None = None) -> Launched:
+        """Starts a step; a GPU computes it later.
+
+        `previous`: the step before, if its tokens are unread. All requests of `batch` are in it.
+        """
         raise NotImplementedError
 
     def draw(self, launched: Launched) -> None:

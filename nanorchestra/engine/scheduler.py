@@ -36,13 +36,11 @@ class Chunk:
 class Batch:
     """What one step computes: one token of each request in `decodes`, then the chunks.
 
-    unread: how many ids of each decode the step before draws and the host has not read: 1 in a step
-    that is planned ahead, else 0. `failed` has the errors of requests that could not be admitted.
+    `failed` has the errors of requests that could not be admitted.
     """
 
     decodes: list[Request] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
-    unread: int = 0
     failed: dict[Request, Exception] = field(default_factory=dict)
 
     @property
@@ -144,7 +142,7 @@ class Scheduler:
             return None
         for request in going_on:
             self.blocks.grow(request.sequence, len(request.ids) + 1)
-        return Batch(decodes=going_on, unread=1)
+        return Batch(decodes=going_on)
 
     def commit(self, batch: Batch) -> None:
         """Records that the step has been computed. Call it before its tokens are accepted."""
@@ -315,15 +313,18 @@ class Scheduler:
         self.add(request)
 
     def _release(self, request, keep_pages):
-        """Takes a request out of its queue: for finish, abort, preemption and error alike."""
-        for queue in (self.running, self.waiting):
-            if request in queue:
-                queue.remove(request)
+        """Takes a request out of its queue: for finish, abort, preemption and error alike.
+
+        It leaves the queue last, so what an interrupt leaves undone can be done again.
+        """
         if keep_pages:
             self.parked.add(request.sequence)
             self._queue_is_stuck = False
         else:
             self.close(request.sequence)
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
 
 
 def _arrival(request) -> int:

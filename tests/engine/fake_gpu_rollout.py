@@ -143,10 +143,10 @@ def unwatched_inputs(*arguments):
         return make_inputs(*arguments)
 
 
-def watched_launch(batch, after=None):
-    COUNTS["ahead"] += after is not None
+def watched_launch(batch, previous=None):
+    COUNTS["ahead"] += previous is not None
     with Watch():
-        return launch(batch, after)
+        return launch(batch, previous)
 
 
 def watched_draw(launched):

@@ -21,12 +21,11 @@ class AheadRunner(CpuRunner):
 
     overlaps, ahead, waits = True, 0, 0
 
-    def launch(self, batch, after=None):
-        assert batch.unread == (after is not None)
-        if not batch.unread:
+    def launch(self, batch, previous=None):
+        if previous is None:
             return super().launch(batch)
         self.ahead += 1
-        newest = self.read(after)
+        newest = self.read(previous)
         for request in batch.decodes:
             request.ids.append(newest[request].token)
             request.sequence.num_computed += 1
@@ -190,6 +189,32 @@ def test_an_interrupt_inside_of_a_step_leaves_no_request_behind(model, place, mo
         serving.step()
     assert all(other.finished for other in waiting)
     assert serving.blocks.available == serving.blocks.num_pages
+
+
+@pytest.mark.parametrize("is_session", [False, True])
+def test_an_interrupt_where_a_request_ends_leaves_no_page_behind(model, is_session, monkeypatch):
+    """The request has its completion, but is still among those that run."""
+    serving = engine(model, ahead=True, num_pages=80)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    session = serving.session([6, 7, 8])
+    request = session.submit(params) if is_session else serving.submit([6, 7, 8], params)
+    finish, calls = serving.scheduler.finish, []
+
+    def interrupt(request):
+        calls.append(request)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        finish(request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(serving.scheduler, "finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            while serving.has_work:
+                serving.step()
+    assert request.completion.finish_reason == "length" and not serving.has_work
+    check_scheduler(serving.scheduler)
+    assert serving.blocks.available == serving.blocks.num_pages
+    session.close()
 
 
 @pytest.mark.parametrize("place", ["match", "grow"])
