@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -47,19 +47,31 @@ def make_inputs(
     order is found anew in each step: 0.06 ms for 32 rows and 0.15 ms for 128 (one core), while the
     GPU computes the step before.
     """
+    decodes, tables, shared_prefixes = _in_groups(decodes, paging.page_size)
+    inputs = _decode_inputs(decodes, tables, shared_prefixes, rows, unread, paging)
+    if chunks:
+        inputs = _with_chunks(inputs, chunks, paging)
+    return decodes, inputs
+
+
+def _in_groups(decodes, page_size) -> tuple[list[Request], np.ndarray, list[SharedPrefix]]:
+    """Returns the decodes in the order of their rows, their block tables, and what rows share."""
     most_pages = max((len(request.sequence.block_table) for request in decodes), default=0)
     tables = _block_tables(decodes, most_pages)
-    full_pages = [(len(request.ids) - 1) // paging.page_size for request in decodes]
+    # A page that an unread id has filled is shared a step later.
+    full_pages = [(len(request.ids) - 1) // page_size for request in decodes]
     order: list[int] = []
     shared_prefixes = []
     for members, num_pages in group_by_prefix(tables, full_pages):
         if num_pages:
-            keys = num_pages * paging.page_size
-            shared_prefixes.append(SharedPrefix(len(order), len(members), keys))
+            shared = SharedPrefix(len(order), len(members), num_pages * page_size)
+            shared_prefixes.append(shared)
         order += members
-    decodes = [decodes[index] for index in order]
+    return [decodes[index] for index in order], tables[order], shared_prefixes
 
-    padding = [0] * (rows - len(decodes))
+
+def _decode_inputs(decodes, tables, shared_prefixes, rows, unread, paging) -> StepInputs:
+    """Returns the inputs of a step that only decodes: the newest token of each, and padding."""
     tokens = [request.ids[-1] for request in decodes]
     positions = [len(request.ids) - 1 + unread for request in decodes]
     slots = []
@@ -67,36 +79,45 @@ def make_inputs(
         slots.append(paging.slot(request.sequence.block_table, position))
     context_lens = [position + 1 for position in positions]
     items = decode_items(context_lens, shared_prefixes, paging.bounds, paging.rows_per_item)
-    tokens += padding
-    positions += padding
-    slots += [-1] * len(padding)
-    context_lens += padding
     decode_tables = np.zeros((rows, paging.table_width), np.int32)
-    decode_tables[: len(order), :most_pages] = tables[order]
+    decode_tables[: len(decodes), : tables.shape[1]] = tables
+    padding = rows - len(decodes)
+    return StepInputs(
+        tokens=np.array(tokens + padding * [0], np.int32),
+        positions=np.array(positions + padding * [0], np.int32),
+        slots=np.array(slots + padding * [-1], np.int32),
+        context_lens=np.array(context_lens + padding * [0], np.int32),
+        decode_tables=decode_tables,
+        decode_items=items,
+        num_decode_items=np.array([len(items)], np.int32),
+        prefill_tables=np.zeros((0, paging.table_width), np.int32),
+        prefill_items=np.zeros((0, 4), np.int32),
+        last_tokens=np.zeros(0, np.int32),
+    )
 
-    last_tokens = list(range(len(decodes))) if chunks else []
+
+def _with_chunks(inputs, chunks, paging) -> StepInputs:
+    """Returns the inputs of a step of these decodes, without padding, and then the chunks."""
+    tokens, positions, slots = [], [], []
+    last_tokens = list(range(inputs.num_decodes))
     for chunk in chunks:
         block_table = chunk.request.sequence.block_table
         tokens += chunk.request.ids[chunk.start : chunk.end]
         positions += range(chunk.start, chunk.end)
         slots += [paging.slot(block_table, position) for position in range(chunk.start, chunk.end)]
         if chunk.is_last:
-            last_tokens.append(len(tokens) - 1)
+            last_tokens.append(inputs.num_decodes + len(tokens) - 1)
     starts = [chunk.start for chunk in chunks]
     counts = [chunk.count for chunk in chunks]
-    inputs = StepInputs(
-        tokens=np.array(tokens, np.int32),
-        positions=np.array(positions, np.int32),
-        slots=np.array(slots, np.int32),
-        context_lens=np.array(context_lens, np.int32),
-        decode_tables=decode_tables,
-        decode_items=items,
-        num_decode_items=np.array([len(items)], np.int32),
+    return replace(
+        inputs,
+        tokens=np.append(inputs.tokens, np.array(tokens, np.int32)),
+        positions=np.append(inputs.positions, np.array(positions, np.int32)),
+        slots=np.append(inputs.slots, np.array(slots, np.int32)),
         prefill_tables=_block_tables([chunk.request for chunk in chunks], paging.table_width),
         prefill_items=prefill_items(starts, counts).numpy(),
         last_tokens=np.array(last_tokens, np.int32),
     )
-    return decodes, inputs
 
 
 def _block_tables(requests, width) -> np.ndarray:
