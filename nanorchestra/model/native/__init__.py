@@ -16,12 +16,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     loaded.linear.argtypes = [pointer, size, size, pointer, size, pointer, number]
-    loaded.forward.argtypes = [pointer, pointer, size, size, pointer, pointer, number]
+    loaded.forward.argtypes = [pointer, pointer, number]
     return loaded
 
 
@@ -208,7 +208,11 @@ class _Decoder(ctypes.Structure):
         ("frequencies", ctypes.c_void_p),
         ("k_cache", ctypes.c_void_p),
         ("v_cache", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
+        ("qkv", ctypes.c_void_p),
+        ("gate_up", ctypes.c_void_p),
+        ("normed", ctypes.c_void_p),
+        ("attended", ctypes.c_void_p),
+        ("gated", ctypes.c_void_p),
         ("depth", ctypes.c_int64),
         ("hidden", ctypes.c_int64),
         ("inner", ctypes.c_int64),
@@ -220,6 +224,23 @@ class _Decoder(ctypes.Structure):
         ("outputs", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("attention_factor", ctypes.c_float),
+    ]
+
+
+class _Step(ctypes.Structure):
+    """`step` of native.c."""
+
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        ("output_count", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("table_starts", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("output_rows", ctypes.c_void_p),
+        ("stream", ctypes.c_void_p),
+        ("rotations", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
     ]
 
 
@@ -238,12 +259,16 @@ class Forward:
         output = model.lm_head.packed  # [panels, in / pair, columns, pair]
         self._outputs = output.shape[0] * output.shape[2]
         frequencies = model.rope_frequencies(k_cache.device)
-        attended = config.num_attention_heads * dim  # numbers of a row, as forward() cuts them
-        qkv = attended + 2 * kv_heads * dim
-        gate_up = 2 * config.intermediate_size
-        inputs = config.hidden_size + attended + config.intermediate_size  # normed, attended, gated
-        scratch = torch.empty(self._library.chunk_rows() * (qkv + gate_up + inputs))
-        self._kept = model, k_cache, v_cache, frequencies, scratch  # native.c has addresses alone
+        rows, attended = self._library.chunk_rows(), config.num_attention_heads * dim
+        dtype, inner = k_cache.dtype, config.intermediate_size
+        buffers = {
+            "qkv": torch.empty(rows, attended + 2 * kv_heads * dim),
+            "gate_up": torch.empty(rows, 2 * inner),
+            "normed": torch.empty(rows, config.hidden_size, dtype=dtype),
+            "attended": torch.empty(rows, attended, dtype=dtype),
+            "gated": torch.empty(rows, inner, dtype=dtype),
+        }
+        self._kept = model, k_cache, v_cache, frequencies, buffers  # native.c has addresses alone
 
         layers = (_Layer * depth)(*(_layer(block) for block in model.layers))
         self._decoder = _Decoder(
@@ -254,7 +279,7 @@ class Forward:
             frequencies=frequencies.data_ptr(),
             k_cache=k_cache.data_ptr(),
             v_cache=v_cache.data_ptr(),
-            scratch=scratch.data_ptr(),
+            **{name: buffer.data_ptr() for name, buffer in buffers.items()},
             depth=depth,
             hidden=config.hidden_size,
             inner=config.intermediate_size,
@@ -287,18 +312,27 @@ class Forward:
         for count, table in zip(counts, block_tables, strict=True):
             table_starts += [len(pages)] * count
             pages += table
-        numbers = [*tokens, *positions, *table_starts, *output_rows, *pages]
-        numbers = np.array(numbers, np.int64)
-        memory = torch.empty(len(tokens), self._config.hidden_size + self._config.head_dim)
+        given = {
+            "tokens": tokens,
+            "positions": positions,
+            "table_starts": table_starts,
+            "block_tables": pages,
+            "output_rows": output_rows,
+        }
+        arrays = {name: array("q", numbers) for name, numbers in given.items()}  # of int64
+        stream = torch.empty(len(tokens), self._config.hidden_size)
+        rotations = torch.empty(len(tokens), self._config.head_dim)
         logits = torch.empty(len(output_rows), self._outputs)
+        step = _Step(
+            rows=len(tokens),
+            output_count=len(output_rows),
+            **{name: numbers.buffer_info()[0] for name, numbers in arrays.items()},
+            stream=stream.data_ptr(),
+            rotations=rotations.data_ptr(),
+            logits=logits.data_ptr(),
+        )
         failed = self._library.forward(
-            ctypes.byref(self._decoder),
-            numbers.ctypes.data,
-            len(tokens),
-            len(output_rows),
-            memory.data_ptr(),
-            logits.data_ptr(),
-            torch.get_num_threads(),
+            ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads()
         )
         if failed:
             raise MemoryError(f"native.c: no memory for a step of {len(tokens)} tokens")

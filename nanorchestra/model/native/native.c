@@ -6,6 +6,7 @@
 // bits in every batch, whether it is decoded or prefilled. A NaN stays one: in a weight or in the KV
 // it makes every result that depends on it NaN.
 
+#include <assert.h>
 #include <stdlib.h>
 #include "native.h"
 
@@ -39,30 +40,35 @@ typedef struct {
     const element *embeddings, *norm, *output;
     const float *frequencies;    // rotary angles per position [dim / 2]
     element *k_cache, *v_cache;  // [layers, pages, kv_heads, page_size * dim]
-    float *scratch;              // CHUNK rows of all that a layer computes
+    // CHUNK rows of what a layer computes, which all steps use.
+    float *qkv, *gate_up;                // [CHUNK, outputs of their product]
+    element *normed, *attended, *gated;  // [CHUNK, inputs of the products that read them]
     int64_t depth, hidden, inner, heads, kv_heads, dim, pages, page_size, outputs;
     float eps, attention_factor;  // attention_factor: of cosines and sines
 } decoder;
 
-// What the functions of a step share. Each thread has one of its own.
+// A step: its tokens, its memory, and what it returns.
 typedef struct {
-    // The step.
-    const decoder *model;
+    int64_t rows, output_count;
     const int64_t *tokens, *positions;  // of each row
     const int64_t *table_starts;        // of each row: where its block table begins in block_tables
     const int64_t *block_tables;        // page numbers
+    const int64_t *output_rows;         // [output_count], the rows whose logits are computed
     float *stream;                      // [rows, hidden], the residual stream
     float *rotations;                   // [rows, dim], cosines, then sines
+    float *logits;                      // [output_count, outputs]
+} step;
 
-    // The thread.
-    phase **current;  // that it takes part in
+// What the functions of a step share. Each thread has one of its own.
+typedef struct {
+    const decoder *model;
+    const step *step;
+    phase **current;  // that the thread takes part in
 
     // The layer, and the rows that go through it together: `rows` of the step, from `start` on.
     const layer *weights;
-    element *k_cache, *v_cache;           // of the layer
+    element *k_cache, *v_cache;  // of the layer
     long start, rows;
-    float *qkv, *gate_up;                 // [rows, outputs of their product]
-    element *normed, *attended, *gated;  // [rows, inputs of the products that read them]
 } context;
 
 // Returns where the block with a row's key lies in a cache: the page is found in the row's block
@@ -71,14 +77,14 @@ typedef struct {
 // which products read it.
 static inline long block_of(const context *c, long row, long key, long kv_head) {
     const decoder *m = c->model;
-    long page = c->block_tables[c->table_starts[c->start + row] + key / m->page_size];
+    long page = c->step->block_tables[c->step->table_starts[c->start + row] + key / m->page_size];
     long offset = key % m->page_size / BLOCK * BLOCK;
     return ((page * m->kv_heads + kv_head) * m->page_size + offset) * m->dim;
 }
 
 // Returns block_of, or -1 if the row does not see the key.
 static inline long block_or_none(const context *c, long row, long key, long kv_head) {
-    if (key > c->positions[c->start + row]) return -1;
+    if (key > c->step->positions[c->start + row]) return -1;
     return block_of(c, row, key, kv_head);
 }
 
@@ -95,11 +101,11 @@ static void embed(const context *c, long rows) {
     const decoder *m = c->model;
     long hidden = m->hidden, half = m->dim / 2;
     SHARED_LOOP(c->current, row, rows) {
-        const element *embedding = m->embeddings + c->tokens[row] * hidden;
-        for (long i = 0; i < hidden; i++) c->stream[row * hidden + i] = to_float(embedding[i]);
-        float *cos = c->rotations + row * m->dim, *sin = cos + half;
+        const element *embedding = m->embeddings + c->step->tokens[row] * hidden;
+        for (long i = 0; i < hidden; i++) c->step->stream[row * hidden + i] = to_float(embedding[i]);
+        float *cos = c->step->rotations + row * m->dim, *sin = cos + half;
         for (long i = 0; i < half; i++) {
-            float angle = c->positions[row] * m->frequencies[i];
+            float angle = c->step->positions[row] * m->frequencies[i];
             cos[i] = cosf(angle) * m->attention_factor;
             sin[i] = sinf(angle) * m->attention_factor;
         }
@@ -114,7 +120,7 @@ static void normalise(const context *c, const float *x, const int64_t *picked, l
         const float *from = x + (picked ? picked[row] : row) * n;
         float scale = inverse_rms(from, n, c->model->eps);
         for (long i = 0; i < n; i++)
-            c->normed[row * n + i] = to_element(from[i] * scale * to_float(weight[i]));
+            c->model->normed[row * n + i] = to_element(from[i] * scale * to_float(weight[i]));
     }
 }
 
@@ -126,11 +132,11 @@ static void norm_rope_store(const context *c) {
     long heads = m->heads, kv_heads = m->kv_heads, total = heads + 2 * kv_heads;
     long dim = m->dim, half = dim / 2;
     SHARED_LOOP(c->current, row, c->rows) {
-        const float *cos = c->rotations + (c->start + row) * dim, *sin = cos + half;
-        long key = c->positions[c->start + row];
+        const float *cos = c->step->rotations + (c->start + row) * dim, *sin = cos + half;
+        long key = c->step->positions[c->start + row];
         long key_in_block = key % BLOCK;
         for (long head = 0; head < total; head++) {
-            float *x = c->qkv + (row * total + head) * dim;
+            float *x = c->model->qkv + (row * total + head) * dim;
             if (w->qkv_bias) {
                 for (long i = 0; i < dim; i++) x[i] += to_float(w->qkv_bias[head * dim + i]);
             }
@@ -201,7 +207,7 @@ static float update_softmax(const float *scores, long valid, float *running_max,
 // values before the softmax, the next keys after it.
 static void attend_tile(const context *c, long start, long end, long head, long heads) {
     const decoder *m = c->model;
-    const int64_t *positions = c->positions + c->start;
+    const int64_t *positions = c->step->positions + c->start;
     long dim = m->dim, total_heads = m->heads + 2 * m->kv_heads;
     long kv_head = head / (m->heads / m->kv_heads);
     long queries = (end - start) * heads;
@@ -211,7 +217,7 @@ static void attend_tile(const context *c, long start, long end, long head, long 
     long context_len = 0;  // the longest of the rows
     for (long i = 0; i < queries; i++) {
         long row = start + i / heads;
-        const float *q = c->qkv + (row * total_heads + head + i % heads) * dim;
+        const float *q = c->model->qkv + (row * total_heads + head + i % heads) * dim;
         for (long j = 0; j < dim; j++) query[i * dim + j] = to_element(q[j]);
         running_max[i] = -1e30f;
         context_len = max(context_len, positions[row] + 1);
@@ -255,7 +261,7 @@ static void attend_tile(const context *c, long start, long end, long head, long 
         }
     }
     for (long i = 0; i < queries; i++) {
-        element *out = c->attended + ((start + i / heads) * m->heads + head + i % heads) * dim;
+        element *out = c->model->attended + ((start + i / heads) * m->heads + head + i % heads) * dim;
         float total = 0;
         for (int j = 0; j < LANES; j++) total += running_sum[i][j];
         for (long j = 0; j < dim; j++) out[j] = to_element(sum[i * dim + j] / total);
@@ -279,77 +285,76 @@ static void swiglu(const context *c) {
     long inner = c->model->inner;
     SHARED_LOOP(c->current, row, c->rows) {
         for (long i = 0; i < inner; i += LANES) {
-            const float *gate = c->gate_up + row * 2 * inner + i;
+            const float *gate = c->model->gate_up + row * 2 * inner + i;
             floats x = *(floats *)gate, up = *(floats *)(gate + inner);
             floats negated = all(0) - max_of_each(x, all(-88));
             floats gated = x * up / (1 + exponential(negated));
-            for (int j = 0; j < LANES; j++) c->gated[row * inner + i + j] = to_element(gated[j]);
+            for (int j = 0; j < LANES; j++) c->model->gated[row * inner + i + j] = to_element(gated[j]);
         }
     }
 }
 
-// A layer: CHUNK rows go through it, and their residual stream takes its results.
+// A layer: CHUNK rows go through it, and their residual stream takes its results. It has
+// LAYER_PHASES shared loops.
+enum { LAYER_PHASES = 9 };
 static void compute_layer(const context *c) {
     const decoder *m = c->model;
     const layer *w = c->weights;
+    const phase *first = *c->current;
     long hidden = m->hidden, inner = m->inner, attended = m->heads * m->dim;
     long qkv = attended + 2 * m->kv_heads * m->dim;
-    float *stream = c->stream + c->start * hidden;
+    float *stream = c->step->stream + c->start * hidden;
     normalise(c, stream, NULL, c->rows, w->input_norm);
-    product(c->current, c->normed, c->rows, hidden, w->qkv, qkv, c->qkv, 0);
+    product(c->current, m->normed, c->rows, hidden, w->qkv, qkv, m->qkv, 0);
     norm_rope_store(c);
     attend(c);
-    product(c->current, c->attended, c->rows, attended, w->o, hidden, stream, 1);
+    product(c->current, m->attended, c->rows, attended, w->o, hidden, stream, 1);
     normalise(c, stream, NULL, c->rows, w->post_attention_norm);
-    product(c->current, c->normed, c->rows, hidden, w->gate_up, 2 * inner, c->gate_up, 0);
+    product(c->current, m->normed, c->rows, hidden, w->gate_up, 2 * inner, m->gate_up, 0);
     swiglu(c);
-    product(c->current, c->gated, c->rows, inner, w->down, hidden, stream, 1);
+    product(c->current, m->gated, c->rows, inner, w->down, hidden, stream, 1);
+    assert(*c->current - first == LAYER_PHASES);
 }
-enum { LAYER_PHASES = 9, OUTPUT_PHASES = 2 };  // of compute_layer; of a chunk of the logits
 
-// logits [output_count, outputs] of some of the rows. `numbers` has, one after the other, tokens,
-// positions and table_starts [rows] each, output_rows [output_count], which are the rows whose
-// logits are computed, and block_tables. `memory` has stream and rotations. Rows go through a layer
-// CHUNK at a time. A row sees no key of a later row. Returns 0, or -1 if there is no memory.
-int forward(const decoder *m, const int64_t *numbers, long rows, long output_count, float *memory,
-            float *logits, int threads) {
-    const int64_t *tokens = numbers, *positions = tokens + rows, *table_starts = positions + rows;
-    const int64_t *output_rows = table_starts + rows, *block_tables = output_rows + output_count;
+// The logits of CHUNK output rows, from `start` on. It has OUTPUT_PHASES shared loops.
+enum { OUTPUT_PHASES = 2 };
+static void compute_logits(const context *c, long start) {
+    const decoder *m = c->model;
+    const step *s = c->step;
+    const phase *first = *c->current;
+    long rows = min(CHUNK, s->output_count - start);
+    normalise(c, s->stream, s->output_rows + start, rows, m->norm);
+    product(c->current, m->normed, rows, m->hidden, m->output, m->outputs,
+            s->logits + start * m->outputs, 0);
+    assert(*c->current - first == OUTPUT_PHASES);
+}
+
+// Computes a step. Rows go through a layer CHUNK at a time; a row sees no key of a later row.
+// Returns 0, or -1 if there is no memory.
+int forward(const decoder *m, const step *s, int threads) {
     long attended = m->heads * m->dim, qkv = attended + 2 * m->kv_heads * m->dim;
     long cache = m->pages * m->kv_heads * m->page_size * m->dim;  // of a layer
-    float *gate_up = m->scratch + CHUNK * qkv;
-    element *normed = (element *)(gate_up + CHUNK * 2 * m->inner);
-    element *attention = normed + CHUNK * m->hidden;
-    element *gated = attention + CHUNK * attended;
-    long chunks = (rows + CHUNK - 1) / CHUNK, output_chunks = (output_count + CHUNK - 1) / CHUNK;
+    long chunks = (s->rows + CHUNK - 1) / CHUNK;
+    long output_chunks = (s->output_count + CHUNK - 1) / CHUNK;
     long count = 1 + chunks * m->depth * LAYER_PHASES + output_chunks * OUTPUT_PHASES;
     phase *phases = calloc(count, sizeof(phase));
     if (!phases) return -1;
-    if (rows * m->depth * m->hidden * (qkv + attended + 3 * m->inner) < FEW) threads = 1;
+    if (s->rows * m->depth * m->hidden * (qkv + attended + 3 * m->inner) < FEW) threads = 1;
 #pragma omp parallel num_threads(threads)
     {
         phase *current = phases;
-        context c = {.model = m, .tokens = tokens, .positions = positions,
-                     .table_starts = table_starts, .block_tables = block_tables,
-                     .stream = memory, .rotations = memory + rows * m->hidden,
-                     .current = &current, .qkv = m->scratch, .gate_up = gate_up,
-                     .normed = normed, .attended = attention, .gated = gated};
-        embed(&c, rows);
+        context c = {.model = m, .step = s, .current = &current};
+        embed(&c, s->rows);
         for (long i = 0; i < m->depth; i++) {
             c.weights = m->layers + i;
             c.k_cache = m->k_cache + i * cache;
             c.v_cache = m->v_cache + i * cache;
-            for (c.start = 0; c.start < rows; c.start += CHUNK) {
-                c.rows = min(CHUNK, rows - c.start);
+            for (c.start = 0; c.start < s->rows; c.start += CHUNK) {
+                c.rows = min(CHUNK, s->rows - c.start);
                 compute_layer(&c);
             }
         }
-        for (long i = 0; i < output_count; i += CHUNK) {
-            long chunk = min(CHUNK, output_count - i);
-            normalise(&c, c.stream, output_rows + i, chunk, m->norm);
-            product(&current, normed, chunk, m->hidden, m->output, m->outputs,
-                    logits + i * m->outputs, 0);
-        }
+        for (long i = 0; i < s->output_count; i += CHUNK) compute_logits(&c, i);
     }
     free(phases);
     return 0;
