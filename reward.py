@@ -26,7 +26,7 @@ import numpy as np
 from nanorchestra.files import read_toml
 from nanorchestra.records import Bounds, Preference, Price, Trajectory
 
-POLICY = "Qwen/Qwen3-8B"
+POLICY = "Qwen/Qwen3-8B"  # whose price is that of any policy's own tokens, of a small one too
 
 # The published system's prices. A task may quote others in its prompt, and then charges those.
 _LISTED = read_toml(Path(__file__).parent / "assets" / "experts.toml")

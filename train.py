@@ -70,7 +70,7 @@ from nanorchestra.training.build import (
     publish,
 )
 from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
-from nanorchestra.training.distributed import Ranks, backward, rollout_timeout_s
+from nanorchestra.training.distributed import Ranks, backward
 from nanorchestra.training.grpo import (
     OBJECTIVES,
     as_group,
@@ -89,6 +89,7 @@ from nanorchestra.training.rollout import (
     evaluation_seeds,
     play_on_ranks,
     require_most_worked,
+    rollout_timeout_s,
 )
 from nanorchestra.training.trainer import Trainer, UpdateMetrics, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
@@ -125,26 +126,26 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     demonstrations = Demonstrations(config, world, tokenizer)
     run.begin(trainer, engine)
-    progress = run.progress
-    publish(config, model, engine, dtype)
 
     # ---- Before GRPO
 
-    if progress.phase == "warm_start":
+    if run.progress.phase == "warm_start":
         warm_start(run, trainer, demonstrations)
         if run.stopped or run.asked_to_stop():
             return False
         # The held-out tasks before GRPO; then its optimizer, and its reference: the weights of now,
         # or with LoRA the base.
         publish(config, model, engine, dtype)
-        progress.before = evaluate(
+        run.progress.before = evaluate(
             run, world, held_out_player, rollout_ranks, spending, "before", own_reward
         )
         run.begin_grpo()
-        publish(config, model, engine, dtype)  # drops the KV pages, which a resumed run has not
+        engine.reset_prefix_cache()  # as in a resumed run, which has no KV pages
         run.save()
         if run.asked_to_stop():
             return False
+    else:
+        publish(config, model, engine, dtype)  # the checkpoint's weights
 
     # ---- GRPO
 
@@ -163,7 +164,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         update = learn(trainer, kept, grpo, step, rollout.temperature)
 
         # Publish: the engine samples the next attempts from the new weights. Without an update
-        # too, so that no KV pages are cached, as in a resumed run.
+        # too: the version counts steps, and no KV pages are cached, as in a resumed run.
         publish_s = publish(config, model, engine, dtype)
         record(run, attempts, left_out, update, spending, publish_s)
 
@@ -415,18 +416,18 @@ def evaluate(
     player: Rollout,
     ranks: Ranks,
     spending: Spending,
-    phase: str,
+    when: str,
     own_reward: UserReward | None,
 ) -> Json:
-    """Plays the held-out tasks; returns their summary, and records the attempts as `phase`."""
+    """Plays and records the held-out tasks, "before" or "after" GRPO; returns their summary."""
     run.stop.says = "stopping after these held-out tasks"
-    if phase == "after":
+    if when == "after":
         run.stop.says = "no step is left: the run ends with these held-out tasks"
     share = -(-run.config.evaluation.tasks // ranks.world_size)
-    with progress_bar(ranks, share, f"held-out tasks, {phase}", unit="task") as bar:
+    with progress_bar(ranks, share, f"held-out tasks, {when}", unit="task") as bar:
         player.on_done = lambda attempt: bar.update()
         attempts = play_held_out(run.config, world, player, ranks, spending, own_reward)
-    run.record_attempts(phase, attempts.tasks, attempts.trajectories)
+    run.record_attempts(when, attempts.tasks, attempts.trajectories)
     return metrics.summarise(attempts.tasks, attempts.trajectories)
 
 
@@ -606,8 +607,8 @@ def main(arguments: list[str]) -> int:
     prepare_process(config)
     # FSDP2 computes in another dtype than that of the weights, also over one rank. A base in 4 bits
     # is not sharded; it and the adapters choose their dtypes themselves.
-    sharded = dtype != torch.float32 and config.lora.base != "int4"
-    ranks = Ranks.start(device, shard=config.parallel.shard, sharded=sharded)
+    mixed_precision = dtype != torch.float32 and config.lora.base != "int4"
+    ranks = Ranks.start(device, shard=config.parallel.shard, mixed_precision=mixed_precision)
     with Stop() as stop, Sandbox() as sandbox:
         run = TrainingRun(config, path, ranks, stop, write_report, resumed=resumed)
         try:

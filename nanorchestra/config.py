@@ -110,7 +110,7 @@ class GrpoSection:
     weight_decay: float = 0.0  # AdamW's weight decay
     learning_rate: float = 3e-4  # peak learning rate
     warmup_steps: int = 5  # steps over which the learning rate rises to its peak
-    final_fraction: float = 0.1  # of the peak learning rate, at the last step
+    final_fraction: float = 0.1  # of the peak learning rate, to which it falls over the steps
     # advantage, loss and filters (docs/training.md)
     objective: Literal["grpo", "toolorchestra"] = "grpo"
     # extrema of the reward's parts: of the group (the paper), or of the price list

@@ -85,6 +85,12 @@ def rows(run):
     return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in lines]
 
 
+def versions(run):
+    """The phase and step of each recorded attempt, and the versions of the weights that drew it."""
+    attempts = map(json.loads, (run / "trajectories.jsonl").read_text().splitlines())
+    return [(a["phase"], a["step"], set(a["weight_versions"]) - {-1}) for a in attempts]
+
+
 def final(run):
     summary = json.loads((run / "summary.json").read_text())
     return summary["steps"], summary["held_out"]
@@ -107,6 +113,8 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path, monkeypatch, c
     assert program.main(["--resume", str(cut)]) == 0
     assert "resuming" in capsys.readouterr().out
     assert rows(cut) == rows(run) and final(cut) == final(run)
+    assert versions(cut) == versions(run)
+    assert all(drawn == {step} for phase, step, drawn in versions(run) if phase == "grpo")
     models = [(path / "model" / "model.safetensors").read_bytes() for path in (cut, run)]
     assert models[0] == models[1]
     more = program.parse(["--resume", str(run), "--grpo.steps", "4"])

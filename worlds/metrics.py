@@ -1,8 +1,8 @@
 """Figures of recorded attempts: means, tallies, bootstrap intervals, paired tests, pass^k.
 
 A policy and a fixed router are measured alike. The reward of an attempt is read from its record;
-`score` alone sets it, after an attempt was played. Attempts that the infrastructure failed enter no
-figure but the counts of them.
+`score` sets that of a held-out attempt, train.py those of a training step. Attempts that the
+infrastructure failed enter no figure but the counts of them.
 """
 
 import math

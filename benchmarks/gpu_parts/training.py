@@ -76,7 +76,7 @@ def grpo_step(part: Part, name: str, **changes: Any) -> None:
     elif peak(Setup(config, 1, shape)) > torch.cuda.mem_get_info()[0]:
         config = config.replace({"lora.rank": 32})
     # A base in 4 bits is not sharded, as in train.py.
-    ranks = Ranks.start(part.device, sharded=config.lora.base != "int4")
+    ranks = Ranks.start(part.device, mixed_precision=config.lora.base != "int4")
     try:
         with by_kernels(part):
             _measured_step(part, config, shape, ranks)

@@ -159,7 +159,8 @@ def build_rollout(config: Config, engine: Engine, price: Price, temperature: flo
 def publish(config: Config, trained: Qwen3, engine: Engine, dtype: torch.dtype) -> float:
     """Copies the trained weights into the engine: adapters alone where both share the base.
 
-    Returns the seconds that it took.
+    Weights go by their Hugging Face names, gathered one at a time. The engine counts a version more
+    and forgets its KV. Returns the seconds that it took.
     """
     started = time.monotonic()
     if config.lora.base == "int4":

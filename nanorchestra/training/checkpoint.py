@@ -9,7 +9,7 @@ ranks reads it, each the rows that it holds.
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,17 +75,16 @@ class Checkpoints:
         with in_one_line(f"{path}: cannot be written, the checkpoint before it is whole"):
             saving.result()
 
-    def restore(self, prepare: Callable[[Json], dict[str, Tensor]]) -> Json | None:
-        """Reads the newest whole checkpoint into prepare(notes); returns its notes.
+    def newest(self) -> Path | None:
+        """Returns the newest whole checkpoint, the same on all ranks; None if there is none."""
+        whole = whole_checkpoints(self.folder)
+        return self.ranks.broadcast(whole[-1] if whole else None)
 
-        None if there is no checkpoint. UserError if it lacks a tensor, or has it in another shape.
+    def load(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        """Reads a checkpoint into the tensors.
+
+        UserError if it lacks a tensor, or has it in another shape.
         """
-        newest = self.ranks.broadcast(whole_checkpoints(self.folder)[-1:])
-        if not newest:
-            return None
-        (path,) = newest
-        notes = read_json(path / NOTES)
-        tensors = prepare(notes)
         with in_one_line(f"{path}: cannot be read into this run"):
             dcp.load(
                 tensors,
@@ -93,7 +92,6 @@ class Checkpoints:
                 process_group=self.ranks.group,
                 no_dist=self.ranks.world_size == 1,
             )
-        return notes
 
 
 class Writer(HuggingFaceStorageWriter):
@@ -110,6 +108,11 @@ class Writer(HuggingFaceStorageWriter):
         sync(self.path.parent)
         for old in whole_checkpoints(self.path.parent)[:-KEPT]:
             shutil.rmtree(old)
+
+
+def notes_of(path: Path) -> Json:
+    """Returns what a checkpoint holds besides tensors."""
+    return read_json(path / NOTES)
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:

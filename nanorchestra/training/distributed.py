@@ -25,21 +25,17 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from nanorchestra.agent.attempts import RETRIES
-from nanorchestra.config import Config
 from nanorchestra.errors import require
 from nanorchestra.model.qwen3 import Qwen3
 
 COLLECTIVE_S = 1800.0  # of an exchange, unless its group has a time-out of its own
-CALL_S = 600.0  # of the longest call, retries included: Endpoint.timeout_s, which http.post keeps
-LEAST_TOKENS_PER_S = 10.0  # that the engine samples for one attempt, with all others beside it
 T = TypeVar("T")
 
 
 class Ranks:
     """This process among the ranks of a run. Rank 0 writes the records.
 
-    `mesh` is None while parameters are plain tensors: one process that computes in float32. Else it
+    `mesh` is None while parameters are plain tensors: one process without mixed precision. Else it
     is a device mesh whose last dimension "shard" divides the weights. With a first dimension
     "replicate" each group of ranks that shards has a whole copy (HSDP). `group` is of gloo, also
     beside NCCL.
@@ -53,17 +49,19 @@ class Ranks:
         self.group: dist.ProcessGroup | None = None
 
     @classmethod
-    def start(cls, device: str = "cpu", *, shard: str = "all", sharded: bool = False) -> Ranks:
+    def start(
+        cls, device: str = "cpu", *, shard: str = "all", mixed_precision: bool = False
+    ) -> Ranks:
         """Joins the ranks that torchrun has started; without torchrun returns a single rank.
 
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank). shard: "all" divides the weights by
-        all ranks, "node" by those of a node, with a replica per node. sharded: makes a mesh for a
-        single rank too, for its mixed precision. UserError for fewer GPUs than ranks, and for
-        unequal nodes.
+        all ranks, "node" by those of a node, with a replica per node. mixed_precision: a single
+        rank has a mesh too, as FSDP2 is what computes in another dtype. UserError for fewer GPUs
+        than ranks, and for unequal nodes.
         """
         ranks = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
         ranks._choose_device(device)
-        if ranks.world_size > 1 or sharded:
+        if ranks.world_size > 1 or mixed_precision:
             ranks._init_groups(shard)
         return ranks
 
@@ -151,18 +149,6 @@ class Ranks:
         self.barrier()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def rollout_timeout_s(config: Config) -> float:
-    """Returns the seconds that a rank may need longer for its attempts than the others.
-
-    Each turn samples `turn_tokens`, and its calls run side by side; after the last turn a judge is
-    asked. Attempts that fail are played again.
-    """
-    rollout = config.rollout
-    turn_s = CALL_S + rollout.turn_tokens / LEAST_TOKENS_PER_S
-    attempt_s = max(rollout.turns * turn_s + CALL_S, config.task.agent_timeout_s)
-    return COLLECTIVE_S + (1 + RETRIES) * attempt_s
 
 
 def backward(loss: Tensor, model: Qwen3, ranks: Ranks, *, last: bool) -> None:

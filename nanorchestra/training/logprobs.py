@@ -112,6 +112,7 @@ class _FullKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         hidden, weight, ref_hidden, ref_weight, logsumexp, mean = ctx.saved_tensors
+        # d = (logits - ref_logits) / temperature, and z = logits / temperature
         grad = (grad / ctx.temperature**2)[:, None]
 
         def grad_logits(ids):

@@ -1,6 +1,6 @@
 """A training run on one rank: how far it is, the steps that are left, its records and checkpoints.
 
-Nothing here computes: train.py does. Rank 0 alone writes and prints.
+Nothing here computes with a model: train.py does. Rank 0 alone writes and prints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanorchestra.config import Config
 from nanorchestra.engine.engine import Engine
@@ -24,7 +23,7 @@ from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.settings import is_dry_run
 from nanorchestra.training.build import device_and_dtype
-from nanorchestra.training.checkpoint import Checkpoints
+from nanorchestra.training.checkpoint import Checkpoints, notes_of
 from nanorchestra.training.costs import peak_flops
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.printing import progress_bar, say, step_line
@@ -40,7 +39,7 @@ SKIP_LIMIT = 3  # steps in a row without an update end the run
 class Progress:
     """How far a run is: what a checkpoint holds besides tensors. JSON throughout."""
 
-    phase: str = "warm_start"
+    phase: str = "warm_start"  # to the end of the held-out tasks before GRPO; then "grpo"
     step: int = 0  # of the phase: finished ones, and the one under way
     seconds: float = 0.0  # up to the last checkpoint
     before: Json | None = None  # held-out summary before GRPO
@@ -118,23 +117,23 @@ class TrainingRun:
                 "and more"
             )
             return
-        notes = self.checkpoints.restore(self._prepare_for)
+        offsets = {}
+        if newest := self.checkpoints.newest():
+            notes = notes_of(newest)
+            offsets = notes["offsets"]
+            self.progress = Progress(**notes["progress"])
+            if self.progress.phase == "grpo":
+                trainer.begin_grpo(self.config.grpo)  # its optimizers and reference are read, too
+                engine.weight_version = notes["weight_version"] - 1  # the first publish adds 1
+            self.checkpoints.load(newest, trainer.tensors())
         if self.ranks.first:
-            self.folder.truncate(notes["offsets"] if notes else {})
+            self.folder.truncate(offsets)
             self.folder.write_config(to_toml(self.config))
             (self.folder.path / "summary.json").unlink(missing_ok=True)  # the run is extended
         phase, step = self.progress.phase, self.progress.step
         if not self.config.warm_start.steps:
             phase = "grpo"  # it has no other one
         self.say(f"resuming {self.folder.path} at {phase} step {step}")
-
-    def _prepare_for(self, notes) -> dict[str, Tensor]:
-        """Takes what a checkpoint holds besides tensors; returns the tensors of its phase."""
-        self.progress = Progress(**notes["progress"])
-        self.engine.weight_version = notes["weight_version"] - 1  # the next publishing adds 1
-        if self.progress.phase == "grpo":
-            self.trainer.begin_grpo(self.config.grpo)
-        return self.trainer.tensors()
 
     def begin_grpo(self) -> None:
         """Goes from the warm start to GRPO: its optimizer, and the weights of now as reference."""
@@ -253,7 +252,11 @@ class TrainingRun:
         )
 
     def record_attempts(self, phase: str, tasks: list[Task], attempts: list[Trajectory]) -> None:
-        """Appends attempts with their tasks to trajectories.jsonl, also as readable text."""
+        """Appends attempts with their tasks to trajectories.jsonl, also as readable text.
+
+        phase: "before" or "after" of held-out tasks; "grpo" of a step, "skipped" of one whose
+        update was.
+        """
         if not self.ranks.first:
             return
         for task, attempt in zip(tasks, attempts, strict=True):

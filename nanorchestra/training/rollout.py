@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanorchestra.agent.attempts import Player, play
+from nanorchestra.agent.attempts import RETRIES, Player, play
 from nanorchestra.agent.world import Split, World
-from nanorchestra.errors import require
+from nanorchestra.config import Config
+from nanorchestra.errors import UserError
 from nanorchestra.records import Task, Trajectory
-from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.distributed import COLLECTIVE_S, Ranks
 
+CALL_S = 600.0  # of the longest call, retries included: Endpoint.timeout_s, which http.post keeps
+LEAST_TOKENS_PER_S = 10.0  # that the engine samples for one attempt, with all others beside it
 FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
 
 
@@ -32,7 +35,7 @@ class Attempts:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the prompts, per second of playing."""
+        """Tokens after the first prompts, tool results and later prompts too, per second."""
         return sum(len(t.ids) - t.prompt_length for t in self.trajectories) / self.seconds
 
     def groups(self, size: int) -> Iterator[tuple[Task, list[Trajectory]]]:
@@ -74,16 +77,28 @@ def play_on_ranks(
     def environment(k):
         return world.environment(tasks[k], environment_seeds[mine[k]])
 
-    trajectories, repeated = play(player, environment, [seeds[i] for i in mine])
-    attempts = Attempts([], [], 0, 0.0)
-    for part in ranks.all_gather(Attempts(tasks, trajectories, repeated, 0.0)):
-        attempts.tasks += part.tasks
-        attempts.trajectories += part.trajectories
-        attempts.repeated += part.repeated
-    problems = list(filter(None, ranks.all_gather(spending.problem)))
-    require(not problems, "".join(problems[:1]))
-    attempts.seconds = time.monotonic() - started
-    return attempts
+    played = play(player, environment, [seeds[i] for i in mine])
+    tasks_of_all, trajectories, repeated = [], [], 0
+    for their_tasks, (their_trajectories, their_repeated) in ranks.all_gather((tasks, played)):
+        tasks_of_all += their_tasks
+        trajectories += their_trajectories
+        repeated += their_repeated
+    for problem in ranks.all_gather(spending.problem):
+        if problem:
+            raise UserError(problem)
+    return Attempts(tasks_of_all, trajectories, repeated, time.monotonic() - started)
+
+
+def rollout_timeout_s(config: Config) -> float:
+    """Returns the seconds that a rank may need longer for its attempts than the others.
+
+    Each turn samples `turn_tokens`, and its calls run side by side; after the last turn a judge is
+    asked. Attempts that fail are played again.
+    """
+    rollout = config.rollout
+    turn_s = CALL_S + rollout.turn_tokens / LEAST_TOKENS_PER_S
+    attempt_s = max(rollout.turns * turn_s + CALL_S, config.task.agent_timeout_s)
+    return COLLECTIVE_S + (1 + RETRIES) * attempt_s
 
 
 def attempt_seeds(run_seed: int, step: int, count: int) -> list[int]:
@@ -102,8 +117,8 @@ def require_most_worked(trajectories: list[Trajectory], step: int) -> None:
     What is left would teach when tools happen to be up.
     """
     failures = [t.failure for t in trajectories if t.failure]
-    require(
-        len(failures) <= FAILED_SHARE * len(trajectories),
-        f"step {step + 1}: {len(failures)} of {len(trajectories)} attempts failed, repeated ones "
-        f"too, for reasons of the infrastructure; the first: {''.join(failures[:1])[:200]}",
-    )
+    if len(failures) > FAILED_SHARE * len(trajectories):
+        raise UserError(
+            f"step {step + 1}: {len(failures)} of {len(trajectories)} attempts failed, repeated "
+            f"ones too, for reasons of the infrastructure; the first: {failures[0][:200]}"
+        )

@@ -57,7 +57,7 @@ def test_mixed_precision_casts_the_layers_and_not_the_rotation(nano_model):
 
     tokens, positions = torch.tensor(ids(12)), torch.arange(5000, 5012)
     expected = nano_model.rotation(positions)
-    ranks = Ranks.start("cpu", sharded=True)  # one rank of gloo
+    ranks = Ranks.start("cpu", mixed_precision=True)  # one rank of gloo
     try:
         shard_model(nano_model, ranks, torch.bfloat16)
         for block in nano_model.layers:

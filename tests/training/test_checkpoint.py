@@ -12,7 +12,7 @@ from test_distributed import ONE, agree, first_half, make_groups, make_trainer, 
 
 from nanorchestra.errors import UserError
 from nanorchestra.training import checkpoint
-from nanorchestra.training.checkpoint import FILE_TENSORS, Checkpoints
+from nanorchestra.training.checkpoint import FILE_TENSORS, Checkpoints, notes_of
 from train import supervised_update
 
 
@@ -37,7 +37,9 @@ def test_the_newest_checkpoint_is_read_and_the_one_before_is_kept(tmp_path):
     # a file is put together in memory
     assert all(len(load_file(file)) <= FILE_TENSORS for file in tmp_path.glob("*/*.safetensors"))
     for newest in "cb":
-        assert checkpoints.restore(lambda notes: trainer.tensors()) == {"name": newest}
+        path = checkpoints.newest()
+        assert path == tmp_path / newest and notes_of(path) == {"name": newest}
+        checkpoints.load(path, trainer.tensors())
         now = trainer.tensors()
         assert all(torch.equal(now[key], states[newest][key]) for key in states[newest])
         shutil.rmtree(tmp_path / newest)  # by hand, as of a disk that has lost a part of it
@@ -51,7 +53,7 @@ def test_what_a_gpu_holds_is_written_as_it_was_while_training_goes_on(tmp_path, 
     for seed in range(5):
         learn(trainer, seed)
     checkpoints.wait()
-    checkpoints.restore(lambda notes: trainer.tensors())
+    checkpoints.load(tmp_path / "a", trainer.tensors())
     assert all(torch.equal(now, state[key]) for key, now in trainer.tensors().items())
 
 
@@ -67,7 +69,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path, name, va
     checkpoints.save("a", trainer.tensors(), {})
     wanted = trainer.tensors() | {name: value}
     with pytest.raises(UserError, match=f"a: cannot be read into this run: .*{message}") as refusal:
-        checkpoints.restore(lambda notes: wanted)
+        checkpoints.load(tmp_path / "a", wanted)
     assert "\n" not in str(refusal.value)
 
 
@@ -98,5 +100,5 @@ def test_a_full_disk_or_a_kill_leaves_the_checkpoints_before(tmp_path, monkeypat
         learn(trainer, 2)
         resumed = Checkpoints(tmp_path, ONE)
         assert sorted(os.listdir(tmp_path)) == ["a", "b"]
-        resumed.restore(lambda notes: trainer.tensors())
+        resumed.load(resumed.newest(), trainer.tensors())
         assert all(torch.equal(now, state[key]) for key, now in trainer.tensors().items())

@@ -29,10 +29,10 @@ from nanorchestra.model.lora import adapters, add_adapters, reset, save_adapter
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import fill, whole
 from nanorchestra.tools.endpoint import Endpoint
-from nanorchestra.training import distributed as module
-from nanorchestra.training.checkpoint import Checkpoints
+from nanorchestra.training.checkpoint import Checkpoints, notes_of
 from nanorchestra.training.distributed import Ranks, shard_model
 from nanorchestra.training.packing import Group, mini_batches, samples_in
+from nanorchestra.training.rollout import CALL_S, rollout_timeout_s
 from nanorchestra.training.trainer import Trainer
 from train import policy_update, supervised_update
 
@@ -175,8 +175,10 @@ def second_half(
 ) -> dict[str, torch.Tensor]:
     trainer = make_trainer(ranks, seed=5, **options)  # other weights, which must not remain
     trainer.begin_grpo(GrpoSection(optimizer=optimizer, kl_coef=0.5))
-    notes = Checkpoints(Path(folder), ranks).restore(lambda _: trainer.tensors())
-    steps = range(notes["step"], 6)
+    checkpoints = Checkpoints(Path(folder), ranks)
+    newest = checkpoints.newest()
+    checkpoints.load(newest, trainer.tensors())
+    steps = range(notes_of(newest)["step"], 6)
     values = [supervised_update(trainer, make_groups(step), 3e-3)["loss"] for step in steps]
     reference = reference_of(trainer)
     return {"losses": torch.tensor(values)} | reference
@@ -246,7 +248,7 @@ def all_ranks(file: str) -> None:
 def one_rank(file: str) -> None:
     job = json.loads(Path(file).read_text())
     torch.set_num_threads(1)
-    ranks = Ranks.start("cpu", shard=job["shard"], sharded=True)
+    ranks = Ranks.start("cpu", shard=job["shard"], mixed_precision=True)
     flat = copy.copy(ranks)  # the same ranks without nodes
     flat.mesh = torch.distributed.init_device_mesh(
         "cpu", (ranks.world_size,), mesh_dim_names=("shard",)
@@ -420,8 +422,8 @@ def test_a_rank_that_fails_says_why_in_one_line_and_torchrun_ends_the_others(tmp
 
 def test_the_time_out_of_a_rollout_covers_every_turn_with_the_longest_call():
     config = Config().replace({"rollout.turns": 50, "rollout.turn_tokens": 8000})
-    assert module.rollout_timeout_s(config) > 3 * 50 * (Endpoint("").timeout_s + 8000 / 10)
-    assert Endpoint("").timeout_s <= module.CALL_S
+    assert rollout_timeout_s(config) > 3 * 50 * (Endpoint("").timeout_s + 8000 / 10)
+    assert Endpoint("").timeout_s <= CALL_S
 
 
 if __name__ == "__main__":
