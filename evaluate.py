@@ -50,7 +50,7 @@ from nanorchestra.schemas import Json
 from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from nanorchestra.training.run import Run, path_of_run
+from nanorchestra.training.run import RunFolder, path_of_run
 from nanorchestra.training.trajectories import from_row, to_row
 from nanorchestra.units import dollars, mean_and_ends, percent
 from worlds import metrics
@@ -314,7 +314,7 @@ def tell_missing_routers(policies: list[Policy], routers: dict[str, dict]) -> No
             print(f"{world}: not played by {names}: it has no such router", file=sys.stderr)
 
 
-def open_run(options: Namespace, policies: list[Policy]) -> Run:
+def open_run(options: Namespace, policies: list[Policy]) -> RunFolder:
     """Makes the directory, or opens it to go on. UserError if it holds another evaluation."""
     names = options.tools.split(",")
     names += [re.sub("^(questions|recorded):", "", world) for world in options.world]
@@ -339,10 +339,10 @@ def open_run(options: Namespace, policies: list[Policy]) -> Run:
     )
     path = run_path(options, text)
     if not (path / "config.toml").exists():
-        Run.create(path, text)
+        RunFolder.create(path, text)
     other = f"{path}: holds another evaluation (its config.toml differs); give another --run"
     require(read_text(path / "config.toml") == text, other)
-    return Run(path)
+    return RunFolder(path)
 
 
 def run_path(options: Namespace, text: str) -> Path:
@@ -385,7 +385,11 @@ class Side:
 
 
 def play_side(
-    side: Side, run: Run, options: Namespace, spending: Spending, own_reward: UserReward | None
+    side: Side,
+    run: RunFolder,
+    options: Namespace,
+    spending: Spending,
+    own_reward: UserReward | None,
 ) -> Iterator[list[metrics.Pair]]:
     """Yields the attempts of a side by blocks: played and recorded, or read if they were before.
 

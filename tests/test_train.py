@@ -28,7 +28,7 @@ from nanorchestra.training.command import Stop
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import samples_in
 from nanorchestra.training.rollout import play_on_ranks, require_most_worked
-from nanorchestra.training.run import Run, to_toml
+from nanorchestra.training.run import RunFolder, to_toml
 from worlds.miniature.world import Miniature
 
 ROOT = Path(__file__).parent.parent
@@ -208,7 +208,7 @@ def test_a_bad_argument_is_one_line_and_makes_nothing(
 
 def test_a_run_is_resumed_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Run.create("runs/nano", to_toml(load_config("nano")))
+    RunFolder.create("runs/nano", to_toml(load_config("nano")))
     for word in ("nano", "runs/nano"):
         assert program.choose_run(program.parse(["--resume", word]))[1:] == (
             Path("runs/nano"),
@@ -450,7 +450,7 @@ def test_one_of_two_ranks_is_killed_or_asked_to_stop_and_the_run_goes_on(tmp_pat
 @pytest.mark.slow
 def test_a_dry_run_of_a_big_config_passes_on_two_nodes(tmp_path):
     run = tmp_path / "qwen3-8b-multinode-dry-run"
-    Run.create(run, "an earlier one")
+    RunFolder.create(run, "an earlier one")
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     here |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # as torchrun
     dry = ["--config", "qwen3-8b-multinode", "--dry-run", "--run.root", tmp_path]

@@ -18,7 +18,7 @@ from nanorchestra.report.tables import (
 )
 from nanorchestra.report.trace import Attempt, Pair, instructive
 from nanorchestra.schemas import Json
-from nanorchestra.training.run import Run
+from nanorchestra.training.run import RunFolder
 from nanorchestra.units import Write, decimal, percent, seconds
 
 
@@ -31,7 +31,7 @@ def recorded_attempts(path: Path) -> Iterator[Json]:
 
 def write_comparison(path: Path) -> None:
     """Writes the page of an evaluation. UserError if it cannot be read."""
-    run = Run.open(path)
+    run = RunFolder.open(path)
     summary = run.summary()
     worlds = summary["worlds"]
     first_two = list(next(iter(worlds.values()), {}))[:2]

@@ -18,7 +18,7 @@ from nanorchestra.report import plots
 from nanorchestra.report.tables import changes_table, held_out_scores, scores_table
 from nanorchestra.report.trace import Attempt, Pair, instructive
 from nanorchestra.schemas import Json
-from nanorchestra.training.run import Run
+from nanorchestra.training.run import RunFolder
 
 TEMPLATES = Environment(
     autoescape=True,
@@ -37,7 +37,7 @@ def write_report(path: str | Path, live: bool = False) -> None:
 
     live: the run goes on, so the page loads itself again. UserError if `path` holds no run.
     """
-    run = Run.open(path)
+    run = RunFolder.open(path)
     rows, summary = list(run.rows("metrics")), run.summary()
     warm_start = [row for row in rows if row["phase"] == "warm_start"]
     grpo = [row for row in rows if row["phase"] == "grpo"]
@@ -72,7 +72,7 @@ def write_report(path: str | Path, live: bool = False) -> None:
     )
 
 
-def write_page(run: Run, template: str, **values: object) -> None:
+def write_page(run: RunFolder, template: str, **values: object) -> None:
     """Writes report.html in the directory of a run, with its config.toml."""
     config = read_text(run.path / "config.toml")
     page = TEMPLATES.get_template(template).render(name=run.path.name, config=config, **values)
@@ -89,7 +89,7 @@ def frontiers(policies: dict[str, Json], world: str = "") -> dict[str, str]:
     return {title: image for title, image in images.items() if image}
 
 
-def _attempts(run: Run) -> tuple[list[Json], list[Pair]]:
+def _attempts(run: RunFolder) -> tuple[list[Json], list[Pair]]:
     """Returns the last groups of GRPO, newest first, and held-out tasks after and before it."""
     groups: dict[tuple[int, str], list[Attempt]] = {}
     after = {}

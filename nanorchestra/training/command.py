@@ -20,7 +20,7 @@ from nanorchestra.errors import nearest, require
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.settings import Settings
 from nanorchestra.training.costs import GPUS
-from nanorchestra.training.run import Run, path_of_run
+from nanorchestra.training.run import RunFolder, path_of_run
 
 RESUMABLE = ("run.checkpoint_every", "grpo.steps")  # may change when a run is resumed
 
@@ -47,7 +47,7 @@ def parse(words: list[str], description: str | None = None) -> Options:
     names = Options.__annotations__  # for nearest names, beside the settings
     # They are read once for the config that they name, and again with its values as defaults.
     first, _ = settings.read(Options, words, names, add_help=False, return_unknown_args=True)
-    run = Run.open(_run_named(first.resume)).path / "config.toml" if first.resume else None
+    run = RunFolder.open(_run_named(first.resume)).path / "config.toml" if first.resume else None
     preset = settings.load_config(run or first.config)
     options = settings.read(
         Options,
@@ -79,7 +79,7 @@ def choose_run(options: Options) -> tuple[Config, Path, bool]:
     """Returns the config, the run's directory, and whether to continue what is in it. UserError."""
     config = options.settings
     if options.resume:
-        folder = Run.open(_run_named(options.resume))
+        folder = RunFolder.open(_run_named(options.resume))
         summary = folder.summary()
         require(
             not summary or config.grpo.steps > summary.get("steps", 0),

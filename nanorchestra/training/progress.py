@@ -27,7 +27,7 @@ from nanorchestra.training.checkpoint import Checkpoints, notes_of
 from nanorchestra.training.costs import peak_flops
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.printing import progress_bar, say, step_line
-from nanorchestra.training.run import Run, to_toml
+from nanorchestra.training.run import RunFolder, to_toml
 from nanorchestra.training.trainer import Trainer
 from nanorchestra.training.trajectories import to_row
 
@@ -69,7 +69,7 @@ class TrainingRun:
     ):
         # After a restart a slow rank may find the directory that rank 0 has just made.
         self.resumed = ranks.broadcast(resumed)
-        self.config, self.folder, self.ranks = config, Run(path), ranks
+        self.config, self.folder, self.ranks = config, RunFolder(path), ranks
         self.stop, self.report = stop, report
         self.progress, self.stopped = Progress(), False
         if ranks.first:
@@ -78,7 +78,7 @@ class TrainingRun:
                     self.folder.lock()  # UserError if it is under way
                     self.folder.unlock()
                     shutil.rmtree(path)
-                Run.create(path, to_toml(config))
+                RunFolder.create(path, to_toml(config))
             self.folder.lock()
         ranks.barrier()  # the others find the directory made
         self.begun = self.resumed  # there is something in the directory

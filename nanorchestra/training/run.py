@@ -22,7 +22,7 @@ from nanorchestra.schemas import Json
 LOGS = ("metrics", "trajectories")
 
 
-class Run:
+class RunFolder:
     """A run directory.
 
     Invariant: a log is a sequence of whole lines, except for a tail that a killed writer may leave.
@@ -33,7 +33,7 @@ class Run:
         self.path = Path(path)
 
     @classmethod
-    def create(cls, path: str | Path, config_text: str) -> Run:
+    def create(cls, path: str | Path, config_text: str) -> RunFolder:
         """Makes the directory with config.toml in it. UserError if it exists or cannot be made."""
         path = Path(path)
         try:
@@ -51,7 +51,7 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, path: str | Path) -> Run:
+    def open(cls, path: str | Path) -> RunFolder:
         """Opens a run, for reading or to go on writing. UserError if `path` holds no run."""
         is_run = (Path(path) / "config.toml").is_file()
         require(is_run, f"{path}: holds no config.toml; give the directory of a run (runs/NAME)")

@@ -9,7 +9,7 @@ from html_page import Page
 
 from nanorchestra.report import plots
 from nanorchestra.report.comparison import write_comparison
-from nanorchestra.training.run import Run
+from nanorchestra.training.run import RunFolder
 
 EVIL = '<script>alert(1)</script><img src="http://evil.example/x.png">'
 
@@ -42,7 +42,7 @@ def attempt(policy, number, reward):
 
 
 def page_of(path, policies, rows=()):
-    run = Run.create(path, "seed = 1")
+    run = RunFolder.create(path, "seed = 1")
     run.write_json("summary.json", {"partial": EVIL, "worlds": {"miniature": policies}})
     (path / "00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_comparison(path)

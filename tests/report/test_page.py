@@ -9,7 +9,7 @@ from html_page import Page
 from nanorchestra.report import page as report_page
 from nanorchestra.report import plots
 from nanorchestra.report.page import write_report
-from nanorchestra.training.run import Run
+from nanorchestra.training.run import RunFolder
 
 EVIL = '</pre></script><script>alert(1)</script><img src="http://evil.example" onerror="alert(2)">'
 SCORES = {"reward": 0.25, "accuracy": 0.7, "cost_usd": 0.002, "latency_s": 2.0}
@@ -24,7 +24,7 @@ SUMMARY = {"seconds": 431.0, "parameters": 1_480_000, "held_out": HELD_OUT}
 
 @pytest.fixture
 def run(tmp_path):
-    return Run.create(tmp_path / "one", 'seed = 7\npreset = "nano"\n')
+    return RunFolder.create(tmp_path / "one", 'seed = 7\npreset = "nano"\n')
 
 
 def attempt(phase="grpo", step=1, task="t", question="q", text="", **changes):

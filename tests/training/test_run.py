@@ -7,28 +7,28 @@ import os
 import pytest
 
 from nanorchestra.errors import UserError
-from nanorchestra.training.run import Run
+from nanorchestra.training.run import RunFolder
 
 CONFIG = 'seed = 7\npreset = "nano"\n'
 
 
 @pytest.fixture
 def run(tmp_path):
-    return Run.create(tmp_path / "runs" / "one", CONFIG)
+    return RunFolder.create(tmp_path / "runs" / "one", CONFIG)
 
 
 def test_create_makes_the_run_and_nothing_else(run, tmp_path):
     assert (run.path / "config.toml").read_text() == CONFIG
     with pytest.raises(UserError, match="File exists.*; resume that run or choose another"):
-        Run.create(run.path, "other")
+        RunFolder.create(run.path, "other")
     (run.path / "config.toml").unlink()
     with pytest.raises(UserError, match="File exists.*; it holds no run; choose another run name"):
-        Run.create(run.path, "other")
+        RunFolder.create(run.path, "other")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/one: .*\); .*file must be a directory that can be"):
-        Run.create(tmp_path / "file" / "one", "other")
+        RunFolder.create(tmp_path / "file" / "one", "other")
     with pytest.raises(UserError, match="holds no config.toml"):
-        Run.open(tmp_path)
+        RunFolder.open(tmp_path)
 
 
 def test_a_row_can_be_read_as_soon_as_it_is_appended(run):
@@ -36,7 +36,7 @@ def test_a_row_can_be_read_as_soon_as_it_is_appended(run):
     for step in range(3):
         row = {"step": step, "text": "line\nbreak \u2028 \ud83d <b>"}
         run.append("metrics", row)
-        assert list(Run.open(run.path).rows("metrics"))[step:] == [row]
+        assert list(RunFolder.open(run.path).rows("metrics"))[step:] == [row]
 
 
 def test_numbers_that_are_not_finite_become_null(run):
@@ -66,7 +66,7 @@ def test_resume_repeats_no_row(run):
         file.write(b'{"half')
     assert len(list(run.rows("trajectories"))) == 5, "readers skip the half line"
 
-    resumed = Run.open(run.path)
+    resumed = RunFolder.open(run.path)
     resumed.truncate(offsets)
     assert {name: (run.path / f"{name}.jsonl").read_bytes() for name in offsets} == logs
     assert resumed.offsets() == offsets
@@ -91,6 +91,6 @@ def test_a_log_that_has_lost_rows_is_refused_and_no_log_is_cut(run):
 def test_a_run_has_one_writer(run):
     run.lock()
     with pytest.raises(UserError, match="another process"):
-        Run.open(run.path).lock()
+        RunFolder.open(run.path).lock()
     run._lock.close()
-    Run.open(run.path).lock()
+    RunFolder.open(run.path).lock()
