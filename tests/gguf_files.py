@@ -118,7 +118,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, pre: str, vocab_size: int) -> dict:
     added = tokenizer.backend.get_added_tokens_decoder()
     texts = {i: token for token, i in tokenizer.backend.get_vocab(True).items()}
     types = {i: 3 if token.special else 4 for i, token in added.items()}
-    ids, own = range(vocab_size), tokenizer.own_chat
+    ids, own = range(vocab_size), None if tokenizer.markers else tokenizer.chat
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,

@@ -144,7 +144,8 @@ class Attempt:
         """Samples a turn and adds it to the trajectory; returns it, and its parts."""
         t = self.trajectory
         start, thinks = len(t.ids), chat.opens_thinking(self.tokenizer, t.ids)
-        self.stream = TurnStream(self.tokenizer, calls=self.tokenizer.markers, thinks=thinks)
+        has_tools = bool(self.env.tools)
+        self.stream = TurnStream(self.tokenizer, has_tools, thinks=thinks)
         # Noise is a function of seed and position, and prompts of an attempt may begin alike.
         seed = (self.seed + (self.prompts - 1) * SEED_STEP) % 2**63
         params = self.rollout.params(seed, max_tokens)
@@ -156,7 +157,7 @@ class Attempt:
             turn.results = [ToolResult(completion.text, error=True, infrastructure=True)]
         t.turns.append(turn)
         t.latency_s += self.rollout.seconds_per_token * len(completion.token_ids)
-        parsed = chat.parse(self.tokenizer, completion.token_ids, thinks)
+        parsed = chat.parse(self.tokenizer, completion.token_ids, thinks, has_tools)
         turn.well_formed = parsed.well_formed
         self._emit("turn", self.stream.finish())
         return completion, parsed

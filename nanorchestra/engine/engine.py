@@ -82,10 +82,12 @@ class Engine:
 
         self.model, self.tokenizer = model, tokenizer
         # A prompt may hold any id of the embeddings; only those of the tokenizer are drawn.
-        self.vocab_size, self.eos_ids = config.vocab_size, frozenset(config.eos_token_ids)
+        self.vocab_size = config.vocab_size
+        # The chat format says what ends a turn. Without one, config.json says what ends a text.
+        self.eos_ids = frozenset(config.eos_token_ids)
         if tokenizer is not None:
             self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
-            self.eos_ids = frozenset(tokenizer.eos_ids) or self.eos_ids
+            self.eos_ids = frozenset(tokenizer.eos_ids or config.eos_token_ids)
         self.weight_version = 0
         self.runner: Runner
         if ops.by_kernel(model.embed_tokens.weight):

@@ -10,15 +10,15 @@ class TurnStream:
     """Gives the deltas of one turn: (kind, text) of kind "reasoning", "content" or "tool_call".
 
     A call is given whole; the k-th is `parser.calls[k]`. Joined, the deltas are what `chat.parse`
-    gives for the whole turn, but for special tokens within it, which they leave out. Without
-    `calls`, a tag of a call is content; what is no turn of a `chat` is content throughout. With
-    `thinks` the turn begins within its reasoning.
+    gives for the whole turn, with the same `calls` and `thinks`. What is no turn of a `chat` is
+    content throughout.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, calls: bool = True, chat: bool = True, thinks: bool = False
     ):
-        self._tokenizer, self.parser, self._chat = tokenizer, StreamParser(calls, thinks), chat
+        self._tokenizer, self._chat = tokenizer, chat
+        self.parser = StreamParser(calls and tokenizer.chat.reads_calls, thinks)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, *tokens: int, final: bool = False) -> list[tuple[str, str]]:

@@ -94,7 +94,7 @@ def unused_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     tokenizer does not reach; and other special tokens that neither end a turn nor begin a text, nor
     stand in the chat template.
     """
-    own = tokenizer.own_chat
+    own = tokenizer.chat
     used = {*tokenizer.eos_ids, *tokenizer.bos_ids}
     reserved, others = [], []
     for i, token in sorted(tokenizer.backend.get_added_tokens_decoder().items()):

@@ -90,11 +90,14 @@ def load_model(
 
 
 def with_chat(tokenizer: Tokenizer, directory: Path) -> Tokenizer:
-    """Gives a tokenizer without Qwen3's markers the directory's own chat; returns it. UserError."""
-    if not tokenizer.markers:
-        from nanorchestra.formats.template import ForeignChat
+    """Gives a tokenizer without Qwen3's markers the directory's own chat format; returns it.
 
-        tokenizer.own_chat = ForeignChat(tokenizer, directory)
+    UserError if the directory's is wrong.
+    """
+    if not tokenizer.markers:
+        from nanorchestra.formats.template import TemplateFormat
+
+        tokenizer.chat = TemplateFormat(tokenizer, directory)
     return tokenizer
 
 

@@ -17,17 +17,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_text
+from nanorchestra.model.checkpoint import stated_eos_ids
 from nanorchestra.model.parser import CALL, THINK, THINK_END
 from nanorchestra.model.tokenizer import Tokenizer, whole_characters
 from nanorchestra.schemas import Json
 
 
-class ForeignChat:
-    """The chat template of a directory, and the tokens that begin a text and end a turn.
+class TemplateFormat:
+    """The ChatFormat of a directory: its template, and the tokens that its files name.
 
-    `bos_ids` begin a prompt that is text. `reads_calls`: the template takes tools, and has models
-    write calls as Qwen's do. UserError if no file names the token that ends a turn, or if the
-    template is no Jinja.
+    UserError if no file names the token that ends a turn, or if the template is no Jinja.
     """
 
     def __init__(self, tokenizer: Tokenizer, directory: Path) -> None:
@@ -120,12 +119,7 @@ class ForeignChat:
     def _ending_ids(self, directory) -> tuple[int, ...]:
         """Returns the ids that end a turn, first that of tokenizer_config.json."""
         ids = [] if self._eos is None else [self._backend.token_to_id(self._eos)]
-        for name in ("generation_config.json", "config.json"):
-            file = directory / name
-            stated = read_json(file).get("eos_token_id") if file.exists() else None
-            if stated is not None:
-                ids += stated if isinstance(stated, list) else [stated]
-                break
+        ids += stated_eos_ids(directory)
         where = directory / "tokenizer_config.json"
         require(ids, f"{where}: has no eos_token; expected the token that ends a turn")
         if "<|im_end|>" in self._markers and "<|im_end|>" in (self.template or ""):

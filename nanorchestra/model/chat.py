@@ -1,22 +1,28 @@
 """Qwen3's chat format: messages -> text or ids. parser.py is the opposite direction.
 
-A model whose tokenizer lacks Qwen3's markers has a format of its own (`Tokenizer.own_chat`).
+`Tokenizer.chat` says which format a model has: Qwen3's if its tokenizer has the markers, else one
+of its own (formats/template.py), or none.
 
 A prompt is a sequence of pieces. A `Marker` is one of the template's own tokens and becomes one id;
 every other piece is text. Only the template makes Markers, so no user, tool or model text can forge
 one. The text between two markers is encoded at once, which gives the ids that Hugging Face gives.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from nanorchestra.errors import require
+from nanorchestra.errors import UserError, require
 from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END, Marker
 from nanorchestra.model.parser import parse as parse  # chat.parse
-from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import ToolCall
 from nanorchestra.schemas import Json
+
+if TYPE_CHECKING:
+    from nanorchestra.model.tokenizer import Tokenizer
 
 IM_START, IM_END = Marker("<|im_start|>"), Marker("<|im_end|>")
 RESPONSE, RESPONSE_END = Marker("<tool_response>"), Marker("</tool_response>")
@@ -40,23 +46,50 @@ def encode(
 ) -> list[int]:
     """Returns the ids of `render`, with added-token ids only where the template puts them.
 
-    enable_thinking=False adds an empty think block to the generation prompt. Without Qwen3's
-    markers they are those of the model's own template. UserError if that fails.
+    enable_thinking=False adds an empty think block to the generation prompt. A model with a format
+    of its own has the ids of its own template. UserError if that fails.
     """
-    if not tokenizer.markers:
-        require(tokenizer.own_chat, f"{tokenizer.source}: the model has no chat template")
-        return tokenizer.own_chat.encode(messages, tools, enable_thinking)
-    return _ids(tokenizer, _prompt(messages, tools, True, enable_thinking))
+    return tokenizer.chat.encode(messages, tools, enable_thinking)
+
+
+class Qwen3Format:
+    """The chat format of a tokenizer with Qwen3's markers."""
+
+    bos_ids: list[int] = []
+    reads_calls = True
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_ids = tokenizer.token_id(IM_END), tokenizer.token_id("<|endoftext|>")
+
+    def encode(
+        self, messages: list[Json], tools: list[Json] | None, enable_thinking: bool | None
+    ) -> list[int]:
+        """Returns the ids of a prompt, up to where the model's turn begins."""
+        return _ids(self._tokenizer, _prompt(messages, tools, True, enable_thinking))
+
+
+class NoFormat:
+    """The format of a model that only completes text. `source`: the file of its tokenizer."""
+
+    bos_ids: list[int] = []
+    eos_ids = ()
+    reads_calls = False
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def encode(
+        self, messages: list[Json], tools: list[Json] | None, enable_thinking: bool | None
+    ) -> list[int]:
+        """Raises UserError."""
+        raise UserError(f"{self._source}: the model has no chat template")
 
 
 def require_tools(tokenizer: Tokenizer) -> None:
-    """Raises UserError if the model's own template takes no tools.
-
-    Or if it has calls written in a form that parser.py does not read.
-    """
-    own = tokenizer.own_chat
+    """Raises UserError if the model's format takes no tools, or if parser.py reads no such calls."""
     require(
-        tokenizer.markers or own and own.reads_calls,
+        tokenizer.chat.reads_calls,
         f"tools: the chat template of this model takes no tools whose calls stand in {CALL}; "
         "leave them out",
     )
@@ -64,8 +97,6 @@ def require_tools(tokenizer: Tokenizer) -> None:
 
 def opens_thinking(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     """Returns whether a prompt ends with <think>, as the templates of DeepSeek-R1's kind let it."""
-    if tokenizer.markers:
-        return False
     return tokenizer.decode(prompt[-2:]).endswith((THINK, THINK + "\n"))
 
 

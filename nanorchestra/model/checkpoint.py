@@ -138,14 +138,20 @@ def save_checkpoint(
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """Returns the configuration of a directory; UserError for what the decoder does not compute.
-
-    The end-of-sequence ids are those of generation_config.json if it names any.
-    """
+    """Returns the configuration of a directory; UserError for what the decoder does not compute."""
     file = Path(directory) / CONFIG
     config = config_from_hf(read_json(file), str(file))
-    ids = _eos_ids(_generation(directory).get("eos_token_id"))
-    return replace(config, eos_token_ids=ids or config.eos_token_ids)
+    return replace(config, eos_token_ids=stated_eos_ids(directory))
+
+
+def stated_eos_ids(directory: str | Path) -> tuple[int, ...]:
+    """Returns the end-of-sequence ids of generation_config.json, or else those of config.json."""
+    for name in (GENERATION, CONFIG):
+        file = Path(directory) / name
+        ids = _eos_ids(read_json(file).get("eos_token_id") if file.exists() else None)
+        if ids:
+            return ids
+    return ()
 
 
 def config_from_hf(data: Mapping[str, Any], source: str = CONFIG) -> ModelConfig:

@@ -5,14 +5,19 @@ may hold braces and closing tags. Tags are read as text, so ids that spell a tag
 chat.py is the opposite direction.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import ParsedTurn, ToolCall
 from nanorchestra.schemas import MOST_DEPTH, levels
+
+if TYPE_CHECKING:
+    from nanorchestra.model.tokenizer import Tokenizer
 
 
 class Marker(str):
@@ -23,16 +28,18 @@ THINK, THINK_END = Marker("<think>"), Marker("</think>")
 CALL, CALL_END = Marker("<tool_call>"), Marker("</tool_call>")
 
 
-def parse(tokenizer: Tokenizer, ids: Sequence[int], thinks: bool = False) -> ParsedTurn:
+def parse(
+    tokenizer: Tokenizer, ids: Sequence[int], thinks: bool = False, calls: bool = True
+) -> ParsedTurn:
     """Returns the parts of one sampled turn; a bad call carries its `error`.
 
-    The turn starts after the generation prompt; a final <|im_end|> is dropped. A turn that opens
-    with <think>, or whose prompt ended so (`thinks`), is reasoning up to </think>. Without Qwen3's
-    markers there are no calls.
+    The turn starts after the generation prompt. Special tokens, such as the <|im_end|> that ends
+    it, are no text and left out. A turn that opens with <think>, or whose prompt ended so
+    (`thinks`), is reasoning up to </think>. A turn has calls if its prompt had tools (`calls`) and
+    the model's chat format reads calls; otherwise they are content.
     """
-    ended = len(ids) and ids[-1] in tokenizer.eos_ids
-    parser = StreamParser(tokenizer.markers, thinks)
-    parser.feed(tokenizer.decode(ids[:-1] if ended else ids))
+    parser = StreamParser(calls and tokenizer.chat.reads_calls, thinks)
+    parser.feed(tokenizer.decode(ids, skip_special=True))
     return parser.finish()
 
 

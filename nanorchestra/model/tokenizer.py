@@ -19,6 +19,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from nanorchestra.errors import require
 from nanorchestra.files import read_text, read_toml, write_whole
+from nanorchestra.model.chat import NoFormat, Qwen3Format
 from nanorchestra.schemas import Json
 
 QWEN3 = read_toml(Path(__file__).with_name("tokens.toml"))
@@ -47,12 +48,12 @@ CHARACTERS = bytes_to_unicode()
 BYTES = {character: byte for byte, character in CHARACTERS.items()}
 
 
-class ForeignFormat(Protocol):
-    """A chat format that is not Qwen3's: formats/template.py has it."""
+class ChatFormat(Protocol):
+    """How a model writes a conversation: Qwen3's (chat.py), or its own (formats/template.py)."""
 
-    bos_ids: list[int]
-    eos_ids: tuple[int, ...]
-    reads_calls: bool  # takes tools, and has models write calls as Qwen's do
+    bos_ids: list[int]  # they begin a prompt that is text
+    eos_ids: tuple[int, ...]  # they end a turn; a prompt has the first behind each
+    reads_calls: bool  # takes tools, and has models write calls as parser.py reads them
 
     def encode(
         self, messages: list[Json], tools: list[Json] | None, enable_thinking: bool | None
@@ -63,9 +64,9 @@ class ForeignFormat(Protocol):
 class Tokenizer:
     """A byte-level BPE tokenizer.
 
-    `vocab_size` is 1 + the largest id. `markers`: it has Qwen3's chat and tool tokens, so chat.py
-    writes its prompts. Without them `own_chat` does, if a door has set it (formats/load.py), and
-    says which ids begin a text and end a turn. `backend` also reads markers in text.
+    `vocab_size` is 1 + the largest id. `markers`: it has Qwen3's chat and tool tokens. `chat` is
+    then Qwen3's format. Without them it is none, until a door sets the model's own
+    (formats/load.py). `backend` also reads markers in text.
     """
 
     def __init__(
@@ -83,7 +84,6 @@ class Tokenizer:
         self.backend, self.source = backend, source
         self.companions = {"tokenizer_config.json": CONFIG} | (companions or {})
         self.markers = not lacking_markers(backend)
-        self.own_chat: ForeignFormat | None = None
 
         self._ids = backend.get_vocab(with_added_tokens=True)
         lacking = [chr(byte) for byte in ASCII if CHARACTERS[byte] not in self._ids]
@@ -101,6 +101,7 @@ class Tokenizer:
         self._bytes = [b""] * self.vocab_size
         for token, i in self._ids.items():
             self._bytes[i] = token.encode() if i in added else bytes(BYTES[c] for c in token)
+        self.chat: ChatFormat = Qwen3Format(self) if self.markers else NoFormat(source)
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -121,12 +122,8 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Returns the ids that end a turn; none without markers and a chat of its own."""
-        if self.own_chat is not None:
-            return self.own_chat.eos_ids
-        if self.markers:
-            return self.token_id("<|im_end|>"), self.token_id("<|endoftext|>")
-        return ()
+        """Returns the ids that end a turn; none without a chat format."""
+        return self.chat.eos_ids
 
     @property
     def end_of_turn(self) -> int:
@@ -136,7 +133,7 @@ class Tokenizer:
     @property
     def bos_ids(self) -> list[int]:
         """Returns the ids that begin a prompt that is text."""
-        return [] if self.own_chat is None else self.own_chat.bos_ids
+        return self.chat.bos_ids
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, none of them an added token's."""
@@ -153,14 +150,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
-        skip_special drops <|im_end|> and the like, but not <think> or <tool_call>.
+        skip_special drops what `text_bytes` does, but not <think> or <tool_call>.
         """
         whole = self.text_bytes(ids) if skip_special else b"".join(map(self.bytes_of, ids))
         return whole.decode("utf-8", "replace")
 
     def text_bytes(self, ids: Sequence[int]) -> bytes:
-        """Returns the bytes of `ids` without special tokens."""
-        return b"".join(self._bytes[i] for i in ids if i not in self._special_ids)
+        """Returns the bytes of `ids` without special tokens, <|im_end|> and the like."""
+        not_text = self._special_ids.union(self.eos_ids)
+        return b"".join(self._bytes[i] for i in ids if i not in not_text)
 
     def bytes_of(self, token: int) -> bytes:
         """Returns the bytes of one id below vocab_size; b"" for an id that is not used."""

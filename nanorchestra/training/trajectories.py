@@ -44,7 +44,7 @@ def replay(
     on_event("start", trajectory)
     for turn in trajectory.turns:
         thinks = chat.opens_thinking(tokenizer, trajectory.ids[: turn.start])
-        stream = TurnStream(tokenizer, calls=tokenizer.markers, thinks=thinks)
+        stream = TurnStream(tokenizer, thinks=thinks)
         on_event("text", stream.feed(*trajectory.ids[turn.start : turn.end]))
         on_event("turn", stream.finish())
         if turn.results:

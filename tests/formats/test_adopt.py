@@ -74,7 +74,7 @@ def test_reserved_names_come_first_and_what_a_chat_needs_never(tmp_path):
     model, tokenizer = foreign("smollm2", tmp_path, spare=1, template="{{ '<repo_name>' }}")
     vocab = tokenizer.vocab_size
     assert unused_ids(tokenizer, vocab + 1) == [vocab]
-    tokenizer.own_chat.template = ""
+    tokenizer.chat.template = ""
     repo_name = tokenizer.token_id("<repo_name>")
     assert unused_ids(tokenizer, vocab + 1) == [vocab, repo_name]
     tokenizer.backend.add_special_tokens(["<|reserved_special_token_0|>"])

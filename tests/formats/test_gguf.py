@@ -240,7 +240,7 @@ def test_tokenizers_come_back_from_a_file_and_from_transformers(
     assert tokenizer.vocab_size == original.vocab_size
     assert (tokenizer.end_of_turn, tokenizer.bos_ids) == (original.end_of_turn, original.bos_ids)
     if kind:
-        assert tokenizer.own_chat.template == template
+        assert tokenizer.chat.template == template
     added = tokenizer.backend.get_added_tokens_decoder()
     assert added == original.backend.get_added_tokens_decoder()
     for token in added.values():

@@ -79,7 +79,7 @@ def test_transformers_gives_the_same_ids(tokenizers, name, tmp_path):
     reference = AutoTokenizer.from_pretrained(tmp_path)
     assert (reference.eos_token_id, reference.bos_token) == (
         tokenizer.end_of_turn,
-        tokenizer.own_chat.bos,
+        tokenizer.chat.bos,
     )
 
     @QUICK
@@ -191,7 +191,7 @@ def test_the_end_of_a_turn_and_the_template_are_those_of_the_files(tmp_path):
 
     tokenizer = read(path)
     bos, end, message, turn = map(tokenizer.token_id, LLAMA3_TOKENS[:4])
-    assert tokenizer.own_chat.template == "{{ bos_token }}"
+    assert tokenizer.chat.template == "{{ bos_token }}"
     assert (tokenizer.bos_ids, tokenizer.eos_ids) == ([bos], (turn,))
     write(path / "config.json", eos_token_id=end)
     (path / "chat_template.jinja").write_text("{{ eos_token }}\n")
@@ -200,7 +200,7 @@ def test_the_end_of_a_turn_and_the_template_are_those_of_the_files(tmp_path):
     assert read(path).eos_ids == (turn, end, message)
     read(path).save(tmp_path / "saved")
     saved = read(tmp_path / "saved")
-    assert saved.own_chat.template == "{{ eos_token }}\n" and saved.bos_ids == [bos]
+    assert saved.chat.template == "{{ eos_token }}\n" and saved.bos_ids == [bos]
 
     path = make_foreign("qwen2", tmp_path / "base", "<|im_start|>...<|im_end|>")
     write(path / "tokenizer_config.json", eos_token="<|endoftext|>")
