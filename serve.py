@@ -39,7 +39,8 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import RolloutSection
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import append_line
-from nanorchestra.formats.load import load_rollout, with_chat
+from nanorchestra.formats.load import with_chat
+from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO, read_config, read_sampling
 from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
@@ -291,7 +292,7 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     if options.replay:
         there = options.model and not is_endpoint(options.model)
-        model = formats.open(options.model) if there else NANO
+        model = formats.directory_of(options.model) if there else NANO
         show_again(options.replay, with_chat(Tokenizer.from_dir(model), model))
         return 0
     if not options.mcp:
@@ -350,7 +351,7 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         sampling = {"temperature": policy.settings["temperature"], "top_p": 1.0, "top_k": 0}
     else:
         title, options.model = formats.title(options.model), formats.pinned(options.model)
-        model = formats.open(options.model)
+        model = formats.directory_of(options.model)
         sampling = read_sampling(model)
         for name in sampling:
             if getattr(options, name) is not None:

@@ -50,7 +50,8 @@ from nanorchestra.config import DRAFT, Config, GrpoSection
 from nanorchestra.engine.engine import Engine
 from nanorchestra.errors import INTERRUPTED, command, require
 from nanorchestra.files import read_text, write_whole
-from nanorchestra.formats.load import fetch, open_model
+from nanorchestra.formats.fetch import fetch
+from nanorchestra.formats.load import open_checkpoint
 from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.lora import save_adapter
 from nanorchestra.records import Task, Trajectory
@@ -113,7 +114,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     grpo, rollout = config.grpo, config.rollout
 
     _, dtype = device_and_dtype(config)
-    model, tokenizer = load_policy(config, ranks, dtype, *open_model(config.model.path))
+    model, tokenizer = load_policy(config, ranks, dtype, *open_checkpoint(config.model.path))
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
     engine = build_engine(config, model, tokenizer, ranks, dtype)
     player = build_player(config, engine, rollout.temperature)
@@ -599,7 +600,9 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments, __doc__)
     config, path, resumed = choose_run(options)
     if options.plan:
-        text, fits = plan(config, options.gpus, options.memory or None, options.gpu, formats.open)
+        text, fits = plan(
+            config, options.gpus, options.memory or None, options.gpu, formats.directory_of
+        )
         print(text)
         return 0 if fits else 1
 

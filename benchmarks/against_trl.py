@@ -208,7 +208,7 @@ def main() -> int:
         return 0
     from nanorchestra import formats
 
-    options.model = str(formats.open(options.model))
+    options.model = str(formats.directory_of(options.model))
     trl = HOME / "bin" / "python"
     if not trl.exists():
         print(f"{HOME} has no environment; {__file__} says how to make it", file=sys.stderr)

@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--home", type=Path, default=Path("runs/peers"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    options.model = formats.open(options.model)
+    options.model = formats.directory_of(options.model)
     torch.set_num_threads(1)
     path = str(options.model)
     commands = {"server": [sys.executable, "serve.py", "--http", "--model", path]}

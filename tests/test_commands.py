@@ -32,7 +32,7 @@ import pytest
 import serve
 import train
 from nanorchestra.config import RolloutSection
-from nanorchestra.formats.load import load_rollout
+from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO
 from worlds.terminal import MiniatureQuestions, Terminal
 

@@ -18,7 +18,7 @@ import evaluate
 from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_json
-from nanorchestra.formats.load import load_rollout
+from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO, save_checkpoint
 from nanorchestra.records import Preference
 from nanorchestra.report.comparison import recorded_attempts

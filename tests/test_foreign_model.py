@@ -15,7 +15,8 @@ from foreign_tokenizers import make_foreign
 import serve
 from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
-from nanorchestra.formats.load import load_rollout, with_chat
+from nanorchestra.formats.load import with_chat
+from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model import chat
 from nanorchestra.model.checkpoint import save_checkpoint
 from nanorchestra.model.qwen3 import Qwen3

@@ -28,7 +28,7 @@ import serve
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
-from nanorchestra.formats.load import load_rollout
+from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model import chat
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Price, ToolResult

@@ -20,7 +20,7 @@ from nanorchestra.agent.world import World
 from nanorchestra.config import Config, RolloutSection
 from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import merge, read_toml
-from nanorchestra.formats.load import load_rollout
+from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO, read_config, read_sampling
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Price, Task
@@ -123,7 +123,7 @@ def parse(text: str, routers: Collection[str], option: str = "--policy") -> Poli
         unknown = f"{where}: {base} is none of {known}{_nearest(base, words)}"
         is_other = Path(base).is_dir() and not (Path(base) / "config.json").exists()
         require(formats.names_model(base) and not is_other, unknown)
-        path = formats.open(base)
+        path = formats.directory_of(base)
         settings |= checkpoint_settings(path)
         base = str(path)
     for change in changes:

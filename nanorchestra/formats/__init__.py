@@ -18,7 +18,7 @@ _HUB_ID = re.compile(
 )
 
 
-def open(word: str | Path, config_only: bool = False) -> Path:
+def directory_of(word: str | Path, config_only: bool = False) -> Path:
     """Returns the directory in Hugging Face layout that a user's word for a model means.
 
     A hub id is downloaded and a GGUF file converted, once, into the user's cache. config_only: of

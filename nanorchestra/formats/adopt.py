@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", nargs="+", default=[], help="added tokens to rename first")
     options = parser.parse_args(arguments)
     require(not options.out.exists(), f"--out {options.out}: it exists; name another one")
-    directory = formats.open(options.source)
+    directory = formats.directory_of(options.source)
     model, tokenizer = load_model(directory, dtype=stored_dtype(directory) or "float32")
     require(tokenizer is not None, f"{options.source}: has no tokenizer to give the markers to")
     names = {i: token.content for i, token in tokenizer.backend.get_added_tokens_decoder().items()}

@@ -87,7 +87,7 @@ class NoFormat:
 
 
 def require_tools(tokenizer: Tokenizer) -> None:
-    """Raises UserError if the model's format takes no tools, or if parser.py reads no such calls."""
+    """Raises UserError if the model's format takes no tools, or has calls of another form."""
     require(
         tokenizer.chat.reads_calls,
         f"tools: the chat template of this model takes no tools whose calls stand in {CALL}; "

@@ -93,11 +93,11 @@ def test_log_probabilities_are_those_of_transformers(kind, architecture, tmp_pat
 
 def test_a_file_is_converted_once_and_again_when_it_changes(cache, tmp_path, monkeypatch, capsys):
     path = write_gguf(tmp_path / "model.gguf", a_model(), "Q8_0")
-    copy = formats.open(path)
+    copy = formats.directory_of(path)
     err = capsys.readouterr().err
     assert copy.parent == cache and f"{path}: the copy of 0.01 GB is {copy}\n" in err
     monkeypatch.setattr(gguf, "GGUFReader", None)
-    assert formats.open(path) == copy and not capsys.readouterr().err
+    assert formats.directory_of(path) == copy and not capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -108,11 +108,11 @@ def test_a_file_is_converted_once_and_again_when_it_changes(cache, tmp_path, mon
     write_gguf(path, a_model(), "F32")
     monkeypatch.setattr(gguf, "write_shards", fail)
     with pytest.raises(KeyboardInterrupt):
-        formats.open(path)
+        formats.directory_of(path)
     assert [path for path in cache.iterdir() if path.is_dir()] == [copy]
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert formats.open(path) != copy
+    assert formats.directory_of(path) != copy
 
 
 @pytest.mark.parametrize("architecture", SWITCHES)
@@ -121,7 +121,7 @@ def test_a_file_without_loss_holds_the_model_bit_for_bit(architecture, kind, tmp
     dtype = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[kind]
     model = a_model(architecture).to(getattr(torch, dtype))
     path = write_gguf(tmp_path / "model.gguf", model, kind)
-    assert stored_dtype(formats.open(path)) == dtype
+    assert stored_dtype(formats.directory_of(path)) == dtype
     loaded, _ = load_model(path, dtype=dtype)
     for name, parameter in loaded.state_dict().items():
         assert torch.equal(parameter, model.state_dict()[name]), name
@@ -162,7 +162,7 @@ def test_yarn_is_read(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", a_model("qwen3"), metadata=scaled)
     attention_factor = 0.1 * np.log(4.0) + 1.0
     expected = YarnScaling(4.0, 32, pytest.approx(attention_factor))
-    assert read_config(formats.open(path)).rope == expected
+    assert read_config(formats.directory_of(path)).rope == expected
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_file_of_another_kind_and_one_that_is_cut_are_refused_in_one_line(tmp_
 def test_sampling_and_the_ends_of_a_turn(tmp_path, nano_tokenizer):
     model = a_model(vocab_size=nano_tokenizer.vocab_size)
     sampling = {"general.sampling.temp": 0.5, "general.sampling.top_k": 30}
-    directory = formats.open(
+    directory = formats.directory_of(
         write_gguf(tmp_path / "model.gguf", model, "Q8_0", nano_tokenizer, sampling)
     )
     assert read_sampling(directory) == {"temperature": 0.5, "top_p": 0.95, "top_k": 30}
@@ -246,7 +246,7 @@ def test_tokenizers_come_back_from_a_file_and_from_transformers(
     for token in added.values():
         ids = tokenizer.encode(f"a {token.content} b{token.content}")
         assert not added.keys() & set(ids), "text forges a marker"
-    ours = transformers.AutoTokenizer.from_pretrained(formats.open(path))
+    ours = transformers.AutoTokenizer.from_pretrained(formats.directory_of(path))
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
         assert tokenizer.encode(text) == original.encode(text)
@@ -258,7 +258,7 @@ def test_the_default_cut_is_that_of_llama_cpp(nano_tokenizer, tmp_path):
     """Punctuation, then words as GPT-2's, then runs of digits, then threes of them."""
     model = a_model(vocab_size=nano_tokenizer.vocab_size)
     path = write_gguf(tmp_path / "model.gguf", model, "Q8_0", nano_tokenizer, pre="default")
-    backend = Tokenizer.from_dir(formats.open(path)).backend
+    backend = Tokenizer.from_dir(formats.directory_of(path)).backend
     cut = backend.pre_tokenizer.pre_tokenize_str("It's 12345, (no)  x")
     words = ["It", "'", "s", "Ġ", "123", "45", ",", "Ġ", "(", "no", ")", "Ġ", "Ġx"]
     assert [word for word, _ in cut] == words
@@ -268,7 +268,7 @@ def test_the_default_cut_is_that_of_llama_cpp(nano_tokenizer, tmp_path):
 def test_smollm_has_the_log_probabilities_and_the_ids_of_transformers():
     """Its published tokenizer.json splits by Digits and ByteLevel; the vocabulary is the file's."""
     file = smollm_file()
-    directory = formats.open(file)
+    directory = formats.directory_of(file)
     model, tokenizer = load_model(file)
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer.backend.encode(prompt + "The capital of France is Paris. 1 2 3").ids

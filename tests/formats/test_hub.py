@@ -13,7 +13,7 @@ from huggingface_hub.utils import _http
 import serve
 from nanorchestra import formats, load_model
 from nanorchestra.errors import UserError
-from nanorchestra.formats.load import fetch
+from nanorchestra.formats.fetch import fetch
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.report.plan import plan
 from nanorchestra.settings import load_config
@@ -61,18 +61,18 @@ def test_what_exists_is_taken_as_it_is(hub, tmp_path):
     path = tmp_path / REPO
     path.mkdir(parents=True)
     hub.add(REPO, FILES)
-    assert "Qwen3-8B: has no config.json; expected a directory" in line(formats.open, REPO)
+    assert "Qwen3-8B: has no config.json; expected a directory" in line(formats.directory_of, REPO)
     (path / "x.gguf").touch()
-    assert "give one of its GGUF files: x.gguf" in line(formats.open, REPO)
+    assert "give one of its GGUF files: x.gguf" in line(formats.directory_of, REPO)
     (path / "config.json").touch()
-    assert formats.open(REPO) == Path(REPO) and formats.pinned(REPO) == REPO
+    assert formats.directory_of(REPO) == Path(REPO) and formats.pinned(REPO) == REPO
     assert formats.title(REPO) == "Qwen3-8B"
     (tmp_path / "notes.txt").touch()
     assert "notes.txt: a file of another kind; expected a directory" in line(
-        formats.open, "notes.txt"
+        formats.directory_of, "notes.txt"
     )
     for word in ("Qwen3-8B", "runs/a/model", "models/x.gguf", ""):
-        assert "no such file or directory; expected a directory" in line(formats.open, word)
+        assert "no such file or directory; expected a directory" in line(formats.directory_of, word)
         assert not formats.names_model(word)
     assert not hub.requests
 
@@ -92,35 +92,37 @@ def test_the_parts_of_a_hub_id(word, parts):
 
 def test_a_hub_id_is_downloaded_once_and_only_what_is_read(hub):
     commit = hub.add(REPO, FILES | MORE)
-    path = formats.open(REPO)
+    path = formats.directory_of(REPO)
     assert path.name == commit and {file.name for file in path.iterdir()} == set(FILES)
     hub.requests.clear()
     assert formats.pinned(REPO) == f"{REPO}@{commit}"
-    assert formats.open(REPO) == path
+    assert formats.directory_of(REPO) == path
     assert not any("resolve" in request for request in hub.requests)
 
     newer = hub.add(REPO, FILES | {"README.md": b"new"})
     assert formats.pinned(REPO) == f"{REPO}@{newer}"
     hub.requests.clear()
-    assert formats.open(f"{REPO}@{commit}") == path and not hub.requests  # it never changes
+    assert formats.directory_of(f"{REPO}@{commit}") == path and not hub.requests  # it never changes
     assert load_model(f"{REPO}@{commit}")[1] and not hub.requests
 
 
 def test_without_a_network_the_cache_serves(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "not whole on this machine, and the hub cannot be reached" in line(formats.open, REPO)
+    assert "not whole on this machine, and the hub cannot be reached" in line(
+        formats.directory_of, REPO
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     commit = hub.add(REPO, FILES)
-    path = formats.open(REPO)
+    path = formats.directory_of(REPO)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert formats.open(REPO) == path and formats.pinned(REPO) == f"{REPO}@{commit}"
-    assert "the hub cannot be reached" in line(formats.open, "Qwen/Qwen3-4B")
+    assert formats.directory_of(REPO) == path and formats.pinned(REPO) == f"{REPO}@{commit}"
+    assert "the hub cannot be reached" in line(formats.directory_of, "Qwen/Qwen3-4B")
 
 
 @pytest.mark.parametrize(("rank", "opened"), [("0", [str(NANO)]), ("1", [])])
 def test_one_rank_of_a_node_downloads_or_converts(monkeypatch, rank, opened):
     done = []
-    monkeypatch.setattr(formats, "open", done.append)
+    monkeypatch.setattr(formats, "directory_of", done.append)
     monkeypatch.setenv("LOCAL_RANK", rank)
     assert fetch(str(NANO), Ranks()) == str(NANO) and done == opened
 
@@ -142,7 +144,7 @@ def test_a_refusal_is_one_line(hub, word, fault, expected):
     hub.add("a/b-GGUF", {"x-Q1.gguf": b"GGUF"})
     hub.add("a/other", FILES | {"config.json": b'{"model_type": "gpt_oss"}'})
     hub.faults = fault
-    assert expected in line(formats.open, word)
+    assert expected in line(formats.directory_of, word)
     assert not any("model.safetensors" in request for request in hub.requests)
 
 
@@ -150,20 +152,20 @@ def test_a_gguf_file_comes_with_its_other_parts_and_shards_with_their_index(hub,
     monkeypatch.setattr("nanorchestra.formats.gguf.converted", lambda path: path)
     parts = {f"y-0000{n}-of-00003.gguf": b"GGUF" for n in (1, 2, 3)}
     hub.add("a/split", parts | {"y.gguf": b"GGUF", "z-00002-of-00003.gguf": b"GGUF"})
-    first = formats.open("a/split/y-00001-of-00003.gguf")
+    first = formats.directory_of("a/split/y-00001-of-00003.gguf")
     assert {file.name for file in first.parent.iterdir()} == set(parts)
 
     shards = {f"model-0000{n}-of-00002.safetensors": b"0" for n in (1, 2)}
     sharded = {name: FILES[name] for name in NAMES} | shards
     sharded["model.safetensors.index.json"] = b"{}"
     hub.add(REPO, sharded | {"consolidated.safetensors": b"0"})
-    assert {file.name for file in formats.open(REPO).iterdir()} == set(sharded)
+    assert {file.name for file in formats.directory_of(REPO).iterdir()} == set(sharded)
 
 
 def test_where_a_model_is_named_a_hub_id_will_do(hub, sandbox, tmp_path, capsys):
     pinned = f"{REPO}@{hub.add(REPO, FILES)}"
     policy = policies.parse(f"{REPO}:turns=3", ())
-    assert policy.base == str(formats.open(REPO)) and policy.settings["turns"] == 3
+    assert policy.base == str(formats.directory_of(REPO)) and policy.settings["turns"] == 3
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("One passage of text.")
     assert build_index(tmp_path / "texts", tmp_path / "index", REPO) == 1
@@ -179,10 +181,14 @@ def test_where_a_model_is_named_a_hub_id_will_do(hub, sandbox, tmp_path, capsys)
 
 def test_a_plan_reads_config_json_alone(hub):
     hub.add("a/b", FILES)
-    text, fits = plan(load_config("nano", {"model.path": "a/b"}), 1, None, "4090", formats.open)
+    text, fits = plan(
+        load_config("nano", {"model.path": "a/b"}), 1, None, "4090", formats.directory_of
+    )
     assert fits and "B numbers" in text
     assert {Path(name).name for name in hub.requests if "resolve" in name} == {"config.json"}
-    text, fits = plan(load_config("nano", {"model.path": REPO}), 1, None, "h100", formats.open)
+    text, fits = plan(
+        load_config("nano", {"model.path": REPO}), 1, None, "h100", formats.directory_of
+    )
     assert "planned with the sizes of the preset" in text and "8.19 B numbers" in text
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from nanorchestra.config import RolloutSection
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.errors import UserError
-from nanorchestra.formats.load import load_rollout
+from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model import native
 from nanorchestra.model.checkpoint import (
     NANO,

@@ -58,18 +58,18 @@ def test_memory_falls_with_every_saving_and_is_divided_by_ranks():
 
 
 def test_a_plan_says_whether_the_memory_of_a_gpu_is_enough():
-    text, fits = plan(CONFIG, 8, None, "h100", formats.open)
+    text, fits = plan(CONFIG, 8, None, "h100", formats.directory_of)
     assert fits and text.endswith("75.9 of 80 GB: fits")
-    text, fits = plan(CONFIG, 1, None, "h100", formats.open)
+    text, fits = plan(CONFIG, 1, None, "h100", formats.directory_of)
     assert not fits and text.endswith("of 80 GB: too much")
-    text, fits = plan(load_config(None), 1, None, "4090", formats.open)
+    text, fits = plan(load_config(None), 1, None, "4090", formats.directory_of)
     assert fits and ": fits" in text
     for arguments, words in (
         ((0, None, "h100"), "--gpus is 0"),
         ((1, 0.0, "h100"), "--memory is 0"),
     ):
         with pytest.raises(UserError, match=words):
-            plan(CONFIG, *arguments, formats.open)
+            plan(CONFIG, *arguments, formats.directory_of)
 
 
 def test_one_consumer_gpu_trains_the_8b_over_a_base_in_4_bits(monkeypatch):
@@ -77,7 +77,7 @@ def test_one_consumer_gpu_trains_the_8b_over_a_base_in_4_bits(monkeypatch):
     bfloat16; nothing of it twice. The model itself, without memory, has as many bytes.
     """
     qlora = load_config(CONFIGS / "qwen3-8b-qlora.toml")
-    text, fits = plan(qlora, 1, None, "4090", formats.open)
+    text, fits = plan(qlora, 1, None, "4090", formats.directory_of)
     assert fits and "fits" in text
     parts = memory(Setup(qlora, 1, PRESETS["qwen3-8b"]))
     adapters = 87.3e6  # of rank 32
@@ -105,4 +105,4 @@ def test_one_consumer_gpu_trains_the_8b_over_a_base_in_4_bits(monkeypatch):
     full = Setup(qlora.replace({"lora.base": "full"}), 1, PRESETS["qwen3-8b"])
     assert peak(full) > 45 * GB
     with pytest.raises(UserError, match="--gpus is 2; with lora.base int4 it must be 1"):
-        plan(qlora, 2, None, "4090", formats.open)
+        plan(qlora, 2, None, "4090", formats.directory_of)

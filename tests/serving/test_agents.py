@@ -18,7 +18,7 @@ from openai_server import openai_server, said
 import train
 from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
-from nanorchestra.formats.load import load_rollout
+from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.serving.agents import AgentFunction, load_agent, played_by
 from nanorchestra.training.grpo import as_group, gave_answer, rewritten_share

@@ -24,7 +24,7 @@ from nanorchestra.agent.world import demonstrates
 from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
-from nanorchestra.formats.load import load_rollout
+from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Preference, Price, ToolCall
 from nanorchestra.training import build
