@@ -1,4 +1,4 @@
-"""What all launchers share: checks of their tensors, and the configurations of GPUs.
+"""What all launchers share: checks of their tensors, the configurations of GPUs, a wide product.
 
 A launcher is the Python function that checks tensors, allocates the result and starts kernels. A
 differentiable one of a layer calls its autograd.Function only while gradients are enabled: an eager
@@ -26,7 +26,7 @@ FP32 = "32"  # key of a configuration for float32 tensors
 # kernel -> architecture, or FP32 -> configuration
 TILES = tomllib.loads(Path(__file__).with_name("tiles.toml").read_text(encoding="utf-8"))
 
-Config = dict[str, int]  # tile sizes by the kernel's own names, num_warps, num_stages
+Config = dict[str, int]  # by the kernel's own names: tile sizes, PROGRAMS, STAGES
 
 
 def check(
@@ -61,15 +61,6 @@ def _fits(sizes: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
         if expected is not None and size != expected:
             return False
     return True
-
-
-def require(holds: bool, message: str) -> None:
-    """Raises ValueError(message) unless the condition holds.
-
-    The message is made at every call: on a path that a step takes often, raise it by hand.
-    """
-    if not holds:
-        raise ValueError(message)
 
 
 @cache

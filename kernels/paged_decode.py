@@ -53,7 +53,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import check, multiprocessors, pick
-from kernels.softmax import attend_pages, check_cache, gather_pages, softmax_start
+from kernels.softmax import attend_pages, cache_constants, gather_pages, softmax_start
 
 BLOCK_M = 16  # query rows of an item: the fewest of a tensor-core instruction
 MERGE_BLOCK = 16  # splits that the merge adds at a time
@@ -237,7 +237,7 @@ def decode_attention(
     Nothing is allocated, and the grids depend on B and the model alone, so the launches can be
     captured once for each B. ValueError if the arguments do not fit each other.
     """
-    constants = check_cache(q, k_cache, v_cache, block_tables)
+    constants = cache_constants(q, k_cache, v_cache, block_tables)
     rows, heads, head_dim = q.shape
     scratch_rows, splits = scratch.lse.shape[:2]
     check((rows,), torch.int32, context_lens=context_lens)
@@ -344,6 +344,8 @@ def _attend_splits(
         rows = tl.load(item_ptr + 1)
         split = tl.load(item_ptr + 2)
         start = tl.load(bounds_ptr + split)
+        # Several rows are an item where they share all pages of the split: the length and the block
+        # table of the first row are then right for all.
         context_len = tl.load(context_lens_ptr + first_row)
         end = tl.minimum(tl.load(bounds_ptr + split + 1), context_len)
 

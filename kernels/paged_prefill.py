@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.common import check
-from kernels.softmax import attend_pages, check_cache, gather_pages, softmax_start
+from kernels.softmax import attend_pages, cache_constants, gather_pages, softmax_start
 
 ITEM_TOKENS = 128  # of an item at most
 
@@ -113,7 +113,7 @@ def prefill_attention(
     The keys and values of the new tokens are in the pages already. Tokens in no item are not
     written. ValueError if the arguments do not fit each other.
     """
-    constants = check_cache(q, k_cache, v_cache, block_tables)
+    constants = cache_constants(q, k_cache, v_cache, block_tables)
     _, heads, head_dim = q.shape
     group = heads // constants["HKV"]
     check(q.shape, q.dtype, out=out)

@@ -108,10 +108,10 @@ def qk_norm_rope_store(
     """
     check((None, None, None, None), qkv.dtype, k_cache=k_cache)
     check(k_cache.shape, qkv.dtype, v_cache=v_cache)
-    _, kv_heads, page_size, dim = k_cache.shape
+    _, kv_heads, _, dim = k_cache.shape
     _check(qkv, q_norm, k_norm, cos, sin, dim, kv_heads)
     check((len(qkv),), torch.int32, slots=slots)
-    return _to_slots(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, page_size, eps)
+    return _to_slots(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, eps)
 
 
 def _check(qkv, q_norm, k_norm, cos, sin, dim: int, kv_heads: int) -> None:
@@ -140,14 +140,14 @@ def _to_tensors(qkv, q_norm, k_norm, cos, sin, kv_heads, eps) -> tuple[Tensor, T
     tokens, dim = len(qkv), 2 * cos.shape[1]
     k = qkv.new_empty(tokens, kv_heads, 1, dim)
     v = qkv.new_empty(tokens, kv_heads, 1, dim)
-    q = _to_slots(qkv, q_norm, k_norm, cos, sin, k, v, None, 1, eps)
+    q = _to_slots(qkv, q_norm, k_norm, cos, sin, k, v, None, eps)
     return q, k.view(tokens, kv_heads, dim), v.view(tokens, kv_heads, dim)
 
 
-def _to_slots(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, page_size, eps) -> Tensor:
+def _to_slots(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, eps) -> Tensor:
     """Returns q; fills the caches, where token t has slot t if slots is None."""
     tokens, width = qkv.shape
-    kv_heads, dim = k_cache.shape[1], k_cache.shape[-1]
+    _, kv_heads, page_size, dim = k_cache.shape
     total = width // dim
     q = qkv.new_empty(tokens, total - 2 * kv_heads, dim)
     heads_of_program = _heads_of_program(total, dim)

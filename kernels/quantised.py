@@ -9,10 +9,10 @@ enter the product as they are, exact in bf16, and the scales join in fp32. That 
 N K (1/2 + 2/group), 3/group with zeros, for 2 M N K FLOPs: bandwidth is the limit up to ROWS rows
 of x. QuantisedLinear in nanorchestra/model/quantise.py multiplies more by torch.
 
-One program of `_product` owns BLOCK_N outputs of up to 32 rows over one split of K. `_add_parts`
-adds the fp32 parts of several splits in order. W^T is the left operand, so that 8 rows of x fill an
-instruction. The splits depend on N and K alone, and two warps keep every product on mma m16n8k16,
-also on Hopper: the bits of a row do not depend on M.
+One program of `_product` owns BLOCK_N outputs of up to 16 rows over one split of K; above 16 rows,
+2 * BLOCK_N outputs of up to 32. `_add_parts` adds the fp32 parts of several splits in order. W is
+the left operand, so that 8 rows of x fill an instruction. The splits depend on N and K alone, and
+two warps keep every product on mma m16n8k16, also on Hopper: the bits of a row do not depend on M.
 """
 
 import torch
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, pick, require
+from kernels.common import check, pick
 
 ROWS = 64
 GROUPS = 256, 128, 64, 32  # columns that may share a scale with 4 bits
@@ -121,7 +121,8 @@ def _check_weights(values, scales, zeros, n, k) -> None:
             f"scales has {groups} groups for {k} columns; expected groups of 32, 64, 128 or 256"
         )
     if zeros is not None:
-        require(packed, "zeros: 8-bit values have none")
+        if not packed:
+            raise ValueError("zeros: 8-bit values have none")
         check(tuple(scales.shape), torch.uint8, zeros=zeros)
 
 

@@ -27,11 +27,12 @@ from kernels.common import SIZES, Config, check
 BLOCK_N = 64  # keys of a tile, fewer if a row of K is wide or the pages are small
 TILE_BYTES = 16384  # of a tile of K at most
 LOG2E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2E); the hardware has exp2
-# The score of a pair that a mask hides: finite, and no larger in magnitude (flash.py says why).
+# The score of a pair that a mask hides. It is finite, since minus infinity less itself is NaN, and
+# no larger in magnitude because of the rounding that flash.py describes.
 MASKED = tl.constexpr(-1e9)
 
 
-def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> Config:
+def cache_constants(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor) -> Config:
     """Returns the constants HKV, D, PAGE and BLOCK_N of the kernels.
 
     q [rows, H, D] with any row stride; block_tables int32 [B, width] with any row stride.

@@ -92,7 +92,8 @@ class BlockManager:
         """Records that ids[:num_computed] have their KV, and indexes the pages that are full.
 
         If the index has a page with the same key already, the sequence takes that one and gives its
-        own back: the contents are equal, and from then on both sequences read one page.
+        own back: the contents are equal, and from then on both sequences read one page. A step that
+        is launched already reads its own one. It is full, and a later step alone writes to it.
         """
         sequence.num_computed = num_computed
         while (key := self.next_key(sequence, num_computed)) is not None:

@@ -1,6 +1,6 @@
 """Computes a scheduled batch on a CPU: the C of model/native a packed model, torch any other.
 
-The order of KV inside a page is theirs.
+Inside a page native.c keeps KV in an order of its own (`block_of`).
 """
 
 import torch
@@ -25,11 +25,11 @@ class CpuRunner(Runner):
     def __init__(
         self,
         model: Qwen3,
-        vocab_size: int,
+        num_drawable: int,
         num_pages: int | None = None,
         page_size: int | None = None,
     ):
-        super().__init__(vocab_size, page_size or PAGE_SIZE)
+        super().__init__(num_drawable, page_size or PAGE_SIZE)
         config, dtype = model.config, model.embed_tokens.weight.dtype
         if num_pages is None:
             num_pages = max(1, DEFAULT_POOL // page_bytes(config, self.page_size, dtype))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanorchestra.engine.block_manager import BlockManager
 from nanorchestra.engine.cpu_runner import CpuRunner
-from nanorchestra.engine.model_runner import ModelRunner
+from nanorchestra.engine.gpu_runner import GpuRunner
 from nanorchestra.engine.runner import Launched, Runner
 from nanorchestra.engine.sampler import Draw, Result
 from nanorchestra.engine.scheduler import Batch, Scheduler
@@ -78,22 +78,22 @@ class Engine:
         ):
             wrong = value is not None and value < 1
             require(not wrong, f"engine: {name} is {value}, it should be at least 1")
-        max_running = min(max_running, max_batch_tokens)
+        max_running = min(max_running, max_batch_tokens)  # each decode takes a token of a step
 
         self.model, self.tokenizer = model, tokenizer
         # A prompt may hold any id of the embeddings; only those of the tokenizer are drawn.
-        self.vocab_size = config.vocab_size
+        self.num_drawable = config.vocab_size
         # The chat format says what ends a turn. Without one, config.json says what ends a text.
         self.eos_ids = frozenset(config.eos_token_ids)
         if tokenizer is not None:
-            self.vocab_size = min(self.vocab_size, tokenizer.vocab_size)
+            self.num_drawable = min(self.num_drawable, tokenizer.vocab_size)
             self.eos_ids = frozenset(tokenizer.eos_ids or config.eos_token_ids)
         self.weight_version = 0
         self.runner: Runner
         if ops.by_kernel(model.embed_tokens.weight):
-            self.runner = ModelRunner(
+            self.runner = GpuRunner(
                 model,
-                self.vocab_size,
+                self.num_drawable,
                 num_pages,
                 page_size,
                 max_batch_tokens,
@@ -101,7 +101,7 @@ class Engine:
                 self.max_context,
             )
         else:
-            self.runner = CpuRunner(model, self.vocab_size, num_pages, page_size)
+            self.runner = CpuRunner(model, self.num_drawable, num_pages, page_size)
         self.blocks = BlockManager(self.runner.num_pages, self.runner.page_size)
         self.scheduler = Scheduler(
             self.blocks, max_batch_tokens, max_running, self.runner.mixed_prefill
@@ -133,7 +133,7 @@ class Engine:
             "there should be one each",
         )
         requests = [self.make_request(*pair) for pair in zip(prompts, params, strict=True)]
-        for request in requests:
+        for request in requests:  # once all are known to be right
             self.scheduler.add(request)
         try:
             while not all(request.finished for request in requests):
@@ -385,7 +385,7 @@ class Engine:
         list_of_ids = [self.limits.check_ids(ids) for ids in list_of_ids]
         for ids in list_of_ids:
             self.limits.check_length(len(ids))
-        return [score(self.model, ids, self.vocab_size) for ids in list_of_ids]
+        return [score(self.model, ids, self.num_drawable) for ids in list_of_ids]
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]] | None = None) -> int:
         """Copies all (Hugging Face name, tensor) pairs into the model; returns the new version.

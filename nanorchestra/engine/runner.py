@@ -1,6 +1,6 @@
 """What the engine asks of a device: launch a step, draw its tokens, read them.
 
-`CpuRunner`, or on a GPU `ModelRunner`, owns the KV pages and computes the logits of a batch. How
+`CpuRunner`, or on a GPU `GpuRunner`, owns the KV pages and computes the logits of a batch. How
 tokens are drawn from them and come to the host is the same for both, and stands here.
 """
 
@@ -26,9 +26,9 @@ class Launched:
     batch: Batch
     requests: list[Request]  # those that are sampled, in the order of the rows of logits
     logits: Tensor  # [len(requests), vocab]; a GPU's next launch overwrites them
-    on_device: Draws | None = None  # once `Runner.draw` has been called
-    on_host: Draws | None = None  # their copy, there once `copied` has come
-    copied: torch.cuda.Event | None = None
+    draws: Draws | None = None  # once `Runner.draw` has been called
+    draws_on_host: Draws | None = None  # their copy, there once `copy_done` has come
+    copy_done: torch.cuda.Event | None = None
     errors: dict[Request, Exception] = field(default_factory=dict)  # of those without a draw
 
 
@@ -47,8 +47,8 @@ class Runner:
     mixed_prefill: int | None = None
     kv_cache: Tensor
 
-    def __init__(self, vocab_size: int, page_size: int):
-        self.vocab_size = vocab_size  # ids that may be drawn
+    def __init__(self, num_drawable: int, page_size: int):
+        self.num_drawable = num_drawable  # ids that may be drawn
         self.page_size = page_size
 
     @property
@@ -77,29 +77,29 @@ class Runner:
             mask = None
             try:
                 if not request.finished:
-                    mask = request.allowed_ids(self.vocab_size)
+                    mask = request.allowed_ids(self.num_drawable)
             except Exception as error:
                 launched.errors[request] = error
             masks.append(mask)
-        launched.on_device = draw_tokens(
+        launched.draws = draw_tokens(
             launched.logits,
-            self.vocab_size,
+            self.num_drawable,
             [request.params for request in requests],
             [len(request.ids) for request in requests],
             masks,
         )
-        launched.on_host = launched.on_device.to_host()
+        launched.draws_on_host = launched.draws.to_host()
         if launched.logits.is_cuda:
-            launched.copied = torch.cuda.Event()
-            launched.copied.record()
+            launched.copy_done = torch.cuda.Event()
+            launched.copy_done.record()
 
     def read(self, launched: Launched) -> dict[Request, Result]:
         """Waits for the draws of a step; a request that cannot be drawn has its error."""
         if not launched.requests:
             return {}
-        if launched.copied is not None:
-            launched.copied.synchronize()
-        draws = launched.on_host.listed([request.params for request in launched.requests])
+        if launched.copy_done is not None:
+            launched.copy_done.synchronize()
+        draws = launched.draws_on_host.listed([request.params for request in launched.requests])
         return dict(zip(launched.requests, draws, strict=True)) | launched.errors
 
     def wait(self) -> None:

@@ -62,22 +62,22 @@ class Draws(NamedTuple):
 
 def draw_tokens(
     logits: Tensor,
-    vocab_size: int,
+    num_drawable: int,
     params: abc.Sequence[SamplingParams],
     positions: abc.Sequence[int],
     allowed: abc.Sequence[np.ndarray | None],
 ) -> Draws:
-    """Draws one token a row of logits [R, >= vocab_size].
+    """Draws one token a row of logits [R, >= num_drawable].
 
-    Ids from `vocab_size` on, the padding of an output matrix, are neither drawn nor normalised
+    Ids from `num_drawable` on, the padding of an output matrix, are neither drawn nor normalised
     over. positions [R]: the index that the token will have in its sequence. allowed [R]: the ids
-    that may be drawn, bool [vocab_size], or None for all.
+    that may be drawn, bool [num_drawable], or None for all.
     """
     device = logits.device
 
-    # Temperature.
+    # Temperature. A greedy row has 1: its log-probability is at temperature 1.
     temperature = np.array([[1.0 if p.greedy else p.temperature] for p in params], np.float32)
-    z = logits[:, :vocab_size].float() * to_device(1.0 / temperature, device)  # [R, vocab]
+    z = logits[:, :num_drawable].float() * to_device(1.0 / temperature, device)  # [R, vocab]
 
     # Masks.
     masked = [row for row, mask in enumerate(allowed) if mask is not None]
@@ -109,8 +109,8 @@ def draw_tokens(
     reporting = [row for row, p in enumerate(params) if p.top_logprobs]
     if reporting:
         rows = _index(reporting, device)
-        most = min(max(p.top_logprobs for p in params), vocab_size)
-        top_weights, top_ids = weights.index_select(0, rows)[:, :vocab_size].topk(most)
+        most = min(max(p.top_logprobs for p in params), num_drawable)
+        top_weights, top_ids = weights.index_select(0, rows)[:, :num_drawable].topk(most)
         top_logprobs = (top_weights.double() / total.index_select(0, rows)).log()
     return Draws(tokens[:, 0], logprobs[:, 0], top_ids, top_logprobs)
 
@@ -133,17 +133,17 @@ def _invert(weights, noise) -> tuple[Tensor, Tensor]:
     return bucket * BUCKET + _first_above(cumulative_inside, target - before), total
 
 
-def score_tokens(logits: Tensor, vocab_size: int, targets: Tensor) -> list[float]:
+def score_tokens(logits: Tensor, num_drawable: int, targets: Tensor) -> list[float]:
     """Returns log p(targets [R]) at temperature 1, in the bits that a draw of them reports.
 
-    Minus infinity for ids from `vocab_size` on.
+    Minus infinity for ids from `num_drawable` on.
     """
-    z = logits[:, :vocab_size].float()
+    z = logits[:, :num_drawable].float()
     z = z - z.amax(1, keepdim=True)
     total = _cumulative(_weights(z).unflatten(1, (-1, BUCKET)))[:, -1]
-    chosen = z.gather(1, targets.clamp(max=vocab_size - 1)[:, None])[:, 0]
+    chosen = z.gather(1, targets.clamp(max=num_drawable - 1)[:, None])[:, 0]
     values = chosen.double() - total.log()
-    return values.masked_fill_(targets >= vocab_size, -torch.inf).tolist()
+    return values.masked_fill_(targets >= num_drawable, -torch.inf).tolist()
 
 
 def uniforms(seeds: abc.Sequence[int], positions: abc.Sequence[int]) -> np.ndarray:

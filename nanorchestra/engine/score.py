@@ -11,10 +11,10 @@ POSITIONS = 256  # whose logits are in memory at a time, several times: 155 MB e
 
 
 @torch.inference_mode()
-def score(model: Qwen3, ids: list[int], vocab_size: int) -> list[float]:
+def score(model: Qwen3, ids: list[int], num_drawable: int) -> list[float]:
     """Returns log p(ids[i + 1] | ids[: i + 1]) at temperature 1: n - 1 numbers for n ids.
 
-    Normalised over the ids below vocab_size; minus infinity for others.
+    Normalised over the ids below num_drawable; minus infinity for others.
     """
     device = model.embed_tokens.weight.device
     tokens = torch.tensor(ids, device=device)
@@ -25,5 +25,5 @@ def score(model: Qwen3, ids: list[int], vocab_size: int) -> list[float]:
         targets = tokens[start + 1 : start + 1 + POSITIONS]
         rows = hidden[start : start + len(targets)]
         logits = model.wide_logits(rows) if ops.by_kernel(rows) else model.logits(rows)
-        values += score_tokens(logits, vocab_size, targets)
+        values += score_tokens(logits, num_drawable, targets)
     return values

@@ -151,7 +151,8 @@ class Completion:
     token_ids are all sampled ids, a stop id included. logprobs and weight_versions have one entry
     for each: its log-probability under the distribution it was drawn from (greedy: temperature 1),
     and the version of the weights that drew it. cached_tokens: prompt tokens whose KV did not have
-    to be computed. text: the ids decoded without special tokens. finish_reason: "stop" (a stop id),
+    to be computed. text: the ids decoded without special tokens; a thought and calls are part of it
+    (`chat.parse` takes them apart). finish_reason: "stop" (an id that ends a turn),
     "length" (a limit), "abort", or "error" (`Request.error` says which).
     """
 
@@ -211,8 +212,8 @@ class Request:
         """True once there is a completion."""
         return self.completion is not None
 
-    def allowed_ids(self, vocab_size: int) -> np.ndarray | None:
-        """Returns the ids that the guide lets follow, bool [vocab_size], or None for all.
+    def allowed_ids(self, num_drawable: int) -> np.ndarray | None:
+        """Returns the ids that the guide lets follow, bool [num_drawable], or None for all.
 
         Raises UserError if its mask has fewer ids, or lets none follow.
         """
@@ -220,9 +221,9 @@ class Request:
         if allowed is None:
             return None
         have = len(allowed)
-        require(have >= vocab_size, f"guide: a mask of {have} ids; expected {vocab_size}")
-        require(allowed[:vocab_size].any(), "guide: no id may follow")
-        return allowed[:vocab_size]
+        require(have >= num_drawable, f"guide: a mask of {have} ids; expected {num_drawable}")
+        require(allowed[:num_drawable].any(), "guide: no id may follow")
+        return allowed[:num_drawable]
 
     def accept(
         self, token: int, logprob: float, top_logprobs: TopLogprobs, weight_version: int

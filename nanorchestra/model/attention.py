@@ -40,8 +40,7 @@ class Attention(Protocol):
         """Returns attention's output [T, H, D].
 
         qkv [T, (H + 2 Hkv) D] is the product with the layer's fused matrix, queries first. `layer`
-        has the shape (heads, kv_heads, head_dim), the norms (q_norm, k_norm, eps) and the `index`
-        of the layer.
+        has `kv_heads`, the norms (q_norm, k_norm, eps) and the `index` of the layer.
         """
         ...
 

@@ -129,6 +129,9 @@ def _prompt(messages, tools, add_generation_prompt, enable_thinking) -> Iterator
     """Yields the pieces of a prompt."""
     roles = [message["role"] for message in messages]
     contents = [message.get("content") or "" for message in messages]
+    require(messages, "messages: there are none; expected at least one")
+    for content in contents:
+        require(isinstance(content, str), f"messages: content is {content!r}; expected a text")
     start = 1 if roles[0] == "system" else 0
     if tools:
         yield from _tools(contents[0] + "\n\n" if start else "", tools)

@@ -55,6 +55,12 @@ KINDS = {
     "qwen2": Kind("Qwen2ForCausalLM", qk_norm=False, attention_bias=True),
     "llama": Kind("LlamaForCausalLM", qk_norm=False, attention_bias=False),
 }
+# What Hugging Face calls a module of a layer, where it has another name or several modules.
+HF_MODULES = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "down_proj": ("mlp.down_proj",),
+}
 DEFAULTS = {  # of transformers
     "max_position_embeddings": 32768,
     "rope_theta": 10_000.0,
@@ -377,23 +383,19 @@ def hf_rows(config: ModelConfig, name: str, rows: int) -> list[tuple[str, slice]
     """
     if name.endswith("norm"):
         name += ".weight"
-    *owner, module, kind = name.replace(f"{BASE}.", ".").split(".")  # kind: "weight" or "bias"
-    if kind in ("lora_a", "lora_b"):
+    *owner, module, tensor = name.replace(f"{BASE}.", ".").split(".")  # tensor: "weight" or "bias"
+    if tensor in ("lora_a", "lora_b"):
         return []
-    heads = config.num_attention_heads * config.head_dim
-    kv_heads = config.num_key_value_heads * config.head_dim
-    parts = {module: rows}
-    if module == "qkv_proj":
-        parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-    elif module == "gate_up_proj":
-        parts = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), config.intermediate_size)
-    elif module == "down_proj":
-        parts = {"mlp.down_proj": rows}
     root = [] if module == "lm_head" else ["model"]
+    parts = HF_MODULES.get(module, (module,))
+    counts = [rows // len(parts)] * len(parts)
+    if module == "qkv_proj":
+        kv_rows = config.num_key_value_heads * config.head_dim
+        counts = [config.num_attention_heads * config.head_dim, kv_rows, kv_rows]
     ranges = []
     begin = 0
-    for part, count in parts.items():
-        ranges.append((".".join([*root, *owner, part, kind]), slice(begin, begin + count)))
+    for part, count in zip(parts, counts, strict=True):
+        ranges.append((".".join([*root, *owner, part, tensor]), slice(begin, begin + count)))
         begin += count
     return ranges
 

@@ -46,23 +46,22 @@ class ModelConfig:
 class SelfAttention(nn.Module):
     """Grouped-query attention; one matrix computes q, k and v.
 
-    An attention object reads `index`, the shape, and the norms, which are None without qk_norm.
+    An attention object reads `index`, `kv_heads` and the norms, which are None without qk_norm.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.index = index
-        self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
-        self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
-        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        heads, head_dim = config.num_attention_heads, config.head_dim
+        rows = (heads + 2 * self.kv_heads) * head_dim
         self.qkv_proj = nn.Linear(config.hidden_size, rows, bias=config.attention_bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, config.hidden_size, bias=False)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm = nn.Parameter(torch.ones(self.head_dim))
-            self.k_norm = nn.Parameter(torch.ones(self.head_dim))
+            self.q_norm = nn.Parameter(torch.ones(head_dim))
+            self.k_norm = nn.Parameter(torch.ones(head_dim))
 
     def forward(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
         """Returns the attention's output [T, hidden] of x [T, hidden]."""
@@ -187,10 +186,10 @@ class Qwen3(nn.Module):
         return self.lm_head(hidden)
 
     def wide_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns the logits of a GPU in fp32, [T, vocab]; in `out` (fp32) if that is given.
+        """Returns the logits in fp32, [T, vocab]; in `out` (fp32) if that is given.
 
-        The trainer's are not rounded to 16 bits either. A head that is no nn.Linear, a quantised
-        one, has a `product` of its own.
+        A GPU samples from these: `logits` would round them to the dtype of the weights. A head that
+        is no nn.Linear, a quantised one, has a `product` of its own.
         """
         if self.lm_head is None or isinstance(self.lm_head, nn.Linear):
             return wide_product(hidden, self.output_weight.T, out)

@@ -1,4 +1,4 @@
-"""A rollout on a GPU that is not there, watched from the host. Run by test_model_runner.py.
+"""A rollout on a GPU that is not there, watched from the host. Run by test_gpu_runner.py.
 
 Usage: fake_gpu_rollout.py STEPS [int8]. The real scheduler and runner serve requests that come,
 are guided, report their most probable ids, and end; kernels are compiled by name only and compute
@@ -19,7 +19,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from benchmarks.gpu_parts.compile import Driver
-from nanorchestra.engine import model_runner
+from nanorchestra.engine import gpu_runner
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.guide import Guide
 from nanorchestra.engine.step_inputs import first_decodes
@@ -120,7 +120,7 @@ torch.Tensor.new_empty = torch.Tensor.new_zeros
 triton.runtime.driver.set_active(Driver(90))
 triton.knobs.runtime.jit_cache_hook = compiled
 ops.by_kernel = lambda x: True
-model_runner.free_memory = lambda device: 1 << 24
+gpu_runner.free_memory = lambda device: 1 << 24
 steps = int(sys.argv[1])
 model = Qwen3(ModelConfig(1000, 256, 512, 1, 8, 2, head_dim=32)).to(torch.bfloat16)
 if "int8" in sys.argv:
@@ -129,12 +129,12 @@ if "int8" in sys.argv:
 tokenizer = SimpleNamespace(vocab_size=997, eos_ids=(), decode=lambda ids, skip_special: "")
 serving = Engine(model, tokenizer, max_batch_tokens=512, max_running=64, max_context=2000)
 runner = serving.runner
-model_runner.ModelRunner._captured = lambda *arguments: FakeGraph(*arguments)
+gpu_runner.GpuRunner._captured = lambda *arguments: FakeGraph(*arguments)
 runner.warm_up()
 runner.capture()
 compiled_at_start, captures = set(COMPILED), COUNTS["captures"]
 
-make_inputs, launch, draw = model_runner.make_inputs, runner.launch, runner.draw
+make_inputs, launch, draw = gpu_runner.make_inputs, runner.launch, runner.draw
 
 
 def unwatched_inputs(*arguments):
@@ -154,7 +154,7 @@ def watched_draw(launched):
         draw(launched)
 
 
-model_runner.make_inputs = unwatched_inputs
+gpu_runner.make_inputs = unwatched_inputs
 runner.launch, runner.draw = watched_launch, watched_draw
 rng = random.Random(0)
 while serving.stats["steps"] < steps:

@@ -432,14 +432,14 @@ def test_tool_calls_can_be_held_to_valid_json_and_known_names(nano_model, nano_t
     """A model that knows no JSON and opens a call whenever it may, on pages that run out."""
     engine = Engine(nano_model, nano_tokenizer, num_pages=70)
     begin, end = nano_tokenizer.token_id("<tool_call>"), nano_tokenizer.token_id("</tool_call>")
-    closing = [nano_tokenizer.bytes_of(i) in (b'"', b"}") for i in range(engine.vocab_size)]
+    closing = [nano_tokenizer.bytes_of(i) in (b'"', b"}") for i in range(engine.num_drawable)]
     draw = engine.runner.draw
 
     def eager(launched):
         for row, request in zip(launched.logits, launched.requests, strict=True):
-            if request.allowed_ids(engine.vocab_size) is None and begin not in request.ids:
+            if request.allowed_ids(engine.num_drawable) is None and begin not in request.ids:
                 row[begin] = 1e3
-            row[: engine.vocab_size][closing] += 4.0
+            row[: engine.num_drawable][closing] += 4.0
         draw(launched)
 
     engine.runner.draw = eager

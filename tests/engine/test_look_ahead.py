@@ -70,7 +70,7 @@ def model():
 def engine(model, ahead: bool, **settings) -> Engine:
     made = Engine(model, **{"num_pages": 40, "page_size": 4, "max_batch_tokens": 24} | settings)
     if ahead:
-        made.runner = AheadRunner(model, made.vocab_size, made.blocks.num_pages, 4)
+        made.runner = AheadRunner(model, made.num_drawable, made.blocks.num_pages, 4)
     return made
 
 

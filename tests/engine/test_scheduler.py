@@ -9,7 +9,7 @@ import pytest
 from invariants import check_scheduler
 
 from nanorchestra.engine.block_manager import BlockManager
-from nanorchestra.engine.model_runner import ModelRunner
+from nanorchestra.engine.gpu_runner import GpuRunner
 from nanorchestra.engine.scheduler import Batch, Scheduler
 from nanorchestra.engine.sequence import Request, SamplingParams, Sequence
 
@@ -240,7 +240,7 @@ def test_storm(seed):
 
 def test_a_step_that_decodes_has_a_bounded_prefill_on_a_gpu():
     """Twelve requests decode while prompts of up to 24,000 tokens come."""
-    bound = ModelRunner.mixed_prefill
+    bound = GpuRunner.mixed_prefill
     scheduler = Scheduler(BlockManager(20_000, 64), 8192, 64, bound)
     rng, prefills = random.Random(0), []
     for step in range(500):

@@ -14,6 +14,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.formats.load import with_chat
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.records import ToolCall
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 TEMPLATES = {  # name: (kind of tokenizer, template)
@@ -173,9 +174,14 @@ def test_a_template_that_fails_is_one_line_that_names_the_file(
 
 
 def test_tools_need_a_template_with_calls_in_qwens_form(tokenizers):
-    chat.require_tools(tokenizers["qwen2.5"])
+    reads, tokenizer = tokenizers["qwen2.5"], tokenizers["llama3.1"]
+    chat.require_tools(reads)
+    text = '<tool_call>{"name": "f"}</tool_call>'
+    assert chat.parse(reads, reads.encode(text)).calls == (ToolCall("f", {}, '{"name": "f"}'),)
+    assert chat.parse(reads, reads.encode(text), calls=False).content == text, "no tools offered"
+    assert chat.parse(tokenizer, tokenizer.encode(text)).content == text
     with pytest.raises(UserError, match="tools: .* takes no tools whose calls stand in"):
-        chat.require_tools(tokenizers["llama3.1"])
+        chat.require_tools(tokenizer)
 
 
 def write(file: Path, **fields) -> None:

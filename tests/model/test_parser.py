@@ -84,6 +84,9 @@ def test_a_plain_turn(tokenizer):
         assert turn(text) == ParsedTurn("", text, ())
     for stop in ([], [tokenizer.end_of_turn], [tokenizer.eos_ids[1]]):
         assert parse(tokenizer, tokenizer.encode("ok") + stop) == ParsedTurn("", "ok", ())
+    special = [tokenizer.token_id("<|im_start|>")]
+    within = tokenizer.encode("o") + special + tokenizer.encode("k")
+    assert parse(tokenizer, within) == ParsedTurn("", "ok", ()), "special tokens are no text"
 
 
 @pytest.mark.parametrize(

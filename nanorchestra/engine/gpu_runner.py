@@ -4,7 +4,7 @@ A step that only decodes copies its inputs to fixed tensors and replays a graph 
 and the output matrix. Each of a few batch sizes has a graph (`graph_sizes`: 36 sizes for 512
 running requests), captured when the runner is made. A step with prefill launches the same
 computation kernel by kernel. The tokens are then drawn by sampler.py, launch by launch. After the
-start no step is captured or compiled. Only `read` and `wait` wait for the GPU.
+start no step is captured or compiled. Only `read`, and `wait` for a dropped step, wait for the GPU.
 
 The tokens that a step draws stay on the device too. The next step takes them from there, so that
 the host may launch it before it has read them.
@@ -41,14 +41,14 @@ MEMORY_SHARE = 0.9  # of the free memory that the KV pages take, if their number
 PAGE_SIZE = 64
 
 
-class ModelRunner(Runner):
+class GpuRunner(Runner):
     """A step on a GPU. All steps are computed on the current stream, in the order of the calls.
 
     What a graph reads and writes keeps its address: KV pages, inputs, logits, scratch, and the
     model's weights, which must be changed in place.
 
     num_pages: `pages_that_fit` if None. page_size: PAGE_SIZE if None. max_running: requests that a
-    step samples at most. use_graphs: whether steps that only decode replay graphs.
+    step samples at most.
 
     The tests run this class on CPU tensors, in Triton's interpreter. `on_gpu` is then False: there
     are no graphs, streams and events, and nothing is warmed up.
@@ -58,19 +58,19 @@ class ModelRunner(Runner):
     # Tokens of prefill beside decodes. 150 to 250 rows take the time of one, which is that of
     # reading the weights.
     mixed_prefill = 384
-    use_graphs = True
+    use_graphs = True  # by steps that only decode
 
     def __init__(
         self,
         model: Qwen3,
-        vocab_size: int,
+        num_drawable: int,
         num_pages: int | None,
         page_size: int | None,
         max_batch_tokens: int,
         max_running: int,
         max_context: int,
     ):
-        super().__init__(vocab_size, page_size or PAGE_SIZE)
+        super().__init__(num_drawable, page_size or PAGE_SIZE)
         config, weight = model.config, model.embed_tokens.weight
         for name, value in (("head_dim", config.head_dim), ("page size", self.page_size)):
             right = f"the GPU's kernels take {', '.join(map(str, SIZES))}"
@@ -117,7 +117,8 @@ class ModelRunner(Runner):
     def warm_up(self) -> None:
         """Runs steps and draws of all kinds, on page 0, of which nothing is kept.
 
-        This compiles the kernels. torch then keeps the memory that such steps take.
+        This compiles the kernels and copies the rotary frequencies to the device, which a capture
+        may not. torch then keeps the memory that such steps take.
         """
         for rows in graph_sizes(self.max_running):
             self._forward(first_decodes(self._inputs, rows))
@@ -132,8 +133,8 @@ class ModelRunner(Runner):
         every = {"temperature": 0.5, "top_logprobs": 1}
         kinds = SamplingParams(), SamplingParams(top_k=20, **every), SamplingParams(top_p=0.9)
         params = [kinds[row % len(kinds)] for row in range(self.max_running)]
-        masks = [np.ones(self.vocab_size, bool)] + [None] * (self.max_running - 1)
-        draw_tokens(self.logits, self.vocab_size, params, range(self.max_running), masks)
+        masks = [np.ones(self.num_drawable, bool)] + [None] * (self.max_running - 1)
+        draw_tokens(self.logits, self.num_drawable, params, range(self.max_running), masks)
 
     def _prefill_without_effect(self, counts) -> StepInputs:
         chunks, width = len(counts), self._paging.table_width
@@ -181,7 +182,7 @@ class ModelRunner(Runner):
             row_of = {request: row for row, request in enumerate(previous.requests)}
             rows_before = np.array([row_of[request] for request in decodes])
             rows_before = to_device(rows_before, self.device)
-            newest = previous.on_device.tokens.index_select(0, rows_before)
+            newest = previous.draws.tokens.index_select(0, rows_before)
             inputs.tokens[: len(decodes)].copy_(newest)
         if graph_size:
             self.graphs[graph_size].replay()

@@ -13,10 +13,10 @@ import pytest
 import torch
 from kernel_check import DEVICE
 
-from nanorchestra.engine import model_runner
+from nanorchestra.engine import gpu_runner
 from nanorchestra.engine.engine import Engine, SamplingParams
+from nanorchestra.engine.gpu_runner import GpuRunner, graph_sizes
 from nanorchestra.engine.guide import Guide
-from nanorchestra.engine.model_runner import ModelRunner, graph_sizes
 from nanorchestra.engine.step_inputs import first_decodes, group_by_prefix
 from nanorchestra.errors import UserError
 from nanorchestra.model import ops
@@ -72,7 +72,7 @@ def with_graphs(engine, monkeypatch):
             self.runner._forward(first_decodes(self.runner._inputs, self.rows))
 
     def make(**settings) -> Engine:
-        monkeypatch.setattr(ModelRunner, "_captured", lambda *arguments: Graph(*arguments))
+        monkeypatch.setattr(GpuRunner, "_captured", lambda *arguments: Graph(*arguments))
         made = engine(**settings)
         made.runner.capture()
         return made
@@ -185,7 +185,7 @@ def test_graph_sizes_end_with_the_most_rows():
 
 
 def test_the_pool_is_sized_by_the_memory_that_is_left(engine, monkeypatch):
-    monkeypatch.setattr(model_runner, "free_memory", lambda device: 10_000_000)
+    monkeypatch.setattr(gpu_runner, "free_memory", lambda device: 10_000_000)
     page = 2 * SHAPE.num_key_value_heads * SHAPE.head_dim * 64 * 4  # bytes: k and v, one layer
     serving = engine(num_pages=None, page_size=None)
     assert serving.limits.pool == 64 * int(0.9 * 10_000_000 / page)
