@@ -147,6 +147,11 @@ def decode_items(
 
     For example, with splits at 0, 128, 256, 384, two rows of 300 and 200 keys that share 150, and
     two rows an item: (0, 2, 0), (0, 1, 1), (1, 1, 1), (0, 1, 2).
+
+    It is two nested loops, in numpy because the host makes thousands of items a step:
+
+        for each prefix, split that it fills, and portion of its rows: (row, rows, split)
+        for each row, and split that it shares with none: (row, 1, split)
     """
     lengths = np.asarray(context_lens, np.int64)
     if lengths.max(initial=0) > bounds[-1]:

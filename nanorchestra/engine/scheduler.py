@@ -155,8 +155,8 @@ class Scheduler:
         """Takes out a request that stopped, was aborted, or failed. A session keeps its pages."""
         self._release(request, keep_pages=request.sequence.is_session)
 
-    def close(self, sequence: Sequence) -> None:
-        """Ends a session: its pages become idle."""
+    def free(self, sequence: Sequence) -> None:
+        """Takes the pages of a sequence that none samples on, or of a session: they become idle."""
         self.parked.discard(sequence)
         self.blocks.release(sequence)
         self._queue_is_stuck = False
@@ -166,7 +166,7 @@ class Scheduler:
         for request in list(self.running):
             self._requeue(request)
         for sequence in list(self.parked):
-            self.close(sequence)
+            self.free(sequence)
         for request in self.waiting:  # an interrupted admission may have left pages
             self.blocks.release(request.sequence)
         self.blocks.clear()
@@ -204,7 +204,7 @@ class Scheduler:
         sequence = max(self.parked, key=lambda parked: parked.arrival, default=None)
         if sequence is None or sequence.arrival <= newer_than:
             return False
-        self.close(sequence)
+        self.free(sequence)
         return True
 
     def _add_chunk(self, batch, request, budget) -> int:
@@ -321,7 +321,7 @@ class Scheduler:
             self.parked.add(request.sequence)
             self._queue_is_stuck = False
         else:
-            self.close(request.sequence)
+            self.free(request.sequence)
         for queue in (self.running, self.waiting):
             if request in queue:
                 queue.remove(request)

@@ -65,7 +65,7 @@ class Session:
         turn = self._open_turn()
         if turn is not None:
             self._engine.abort(turn)
-        self._engine.scheduler.close(self._sequence)
+        self._engine.scheduler.free(self._sequence)
         return None if turn is None else turn.completion
 
     def _open_turn(self) -> Request | None:

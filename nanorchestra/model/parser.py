@@ -44,12 +44,16 @@ def parse(
 
 
 class StreamParser:
-    """Parses text that arrives in pieces; `finish` gives what `parse` gives for the whole.
+    r"""Parses text that arrives in pieces; `finish` gives what `parse` gives for the whole.
 
     The deltas of a kind, "reasoning" or "content", joined with those that `finish` leaves in
     `last_deltas`, are that part of the turn. The k-th "tool_call" delta is the text of `calls[k]`.
     With `has_calls` False all that follows the reasoning is content. With `thinks` the text begins
     within the reasoning.
+
+    For example, the pieces `<think>ab</th`, `ink>\n\nc<tool` and `_call>{"name": "f"}</tool_call>`
+    give ("reasoning", "ab"), then ("content", "c"), then ("tool_call", '{"name": "f"}'): what may
+    begin a tag waits for the next piece.
     """
 
     def __init__(self, has_calls: bool = True, thinks: bool = False) -> None:

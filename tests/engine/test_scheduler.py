@@ -211,7 +211,7 @@ def test_storm(seed):
             sequence = sessions[number]
             sequence.ids.extend(some(rng.randrange(3)))
             if len(sequence.ids) > capacity - 6:
-                world.scheduler.close(sequence)
+                world.scheduler.free(sequence)
                 sequence = sessions[number] = Sequence(sequence.ids[:2], is_session=True)
             turns[number] = world.submit([], rng.randrange(1, 6), sequence)
         elif kind < 0.42 and queued:
@@ -233,7 +233,7 @@ def test_storm(seed):
         ended = world.done[request.id] == "length"
         assert text == (complete if ended else complete[: len(text)])
     for sequence in sessions:
-        world.scheduler.close(sequence)
+        world.scheduler.free(sequence)
     check_scheduler(world.scheduler)
     assert world.blocks.available == pages
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import SPECIAL_TOKENS, TEXT_TOKENS, Tokenizer, train_bpe
 from nanorchestra.records import ToolCall
@@ -82,3 +83,9 @@ def test_a_session_that_grows_by_ids_is_the_prompt_of_the_same_conversation(
     messages += [turn | {"tool_calls": functions}]
     messages += [{"role": "tool", "content": text} for text in observations]
     assert ids == chat.encode(tokenizer, messages, [TOOL])
+
+
+@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": [{"type": "text"}]}]])
+def test_messages_of_a_wrong_form_are_explained(tokenizer, messages):
+    with pytest.raises(UserError, match="messages: .*; expected"):
+        chat.encode(tokenizer, messages)
