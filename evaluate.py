@@ -28,7 +28,7 @@ import re
 import subprocess
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -403,7 +403,16 @@ def play_side(
             player = player or side.policy.load(spending, options.parallel)
             tasks = side.tasks[start : start + options.parallel]
             seed = options.seed + TRIAL * trial
-            attempts = play_block(player, side.policy, side.world, tasks, seed, start, own_reward)
+            attempts = play_block(
+                player,
+                side.policy,
+                side.world,
+                tasks,
+                seed,
+                start,
+                own_reward,
+                lambda: spending.problem,
+            )
             check_block(side.policy, attempts, spending)
             record_block(file, side.policy, tasks, attempts, trial)
         yield [from_row(row) for _, row in read_json_lines(file)]
@@ -417,10 +426,12 @@ def play_block(
     seed: int,
     start: int,
     own_reward: UserReward | None = None,
+    problem: Callable[[], str] = lambda: "",
 ) -> list[Trajectory]:
     """Returns one scored attempt at each task, all in environments of the same seed.
 
     `start` is the number of the block's first task, so that each attempt has a seed of its own.
+    `problem` says why the evaluation has to end, "" if it has not.
     """
     if engine := getattr(player, "engine", None):
         engine.reset_prefix_cache()  # so that a block does not depend on those before
@@ -429,7 +440,7 @@ def play_block(
         return policy.environment(world, block[i], seed)
 
     seeds = [seed * TASK + start + i for i in range(len(block))]
-    attempts, _ = play(player, environment, seeds)
+    attempts, _ = play(player, environment, seeds, problem)
     scored = zip(block, attempts, strict=True)
     return [metrics.score(task, attempt, own_reward) for task, attempt in scored]
 

@@ -17,12 +17,16 @@ class Player(Protocol):
 
 
 def play(
-    player: Player, environment: Callable[[int], Environment], seeds: Sequence[int]
+    player: Player,
+    environment: Callable[[int], Environment],
+    seeds: Sequence[int],
+    problem: Callable[[], str] = lambda: "",
 ) -> tuple[list[Trajectory], int]:
     """Returns one attempt for each seed, and how many attempts were repeated.
 
     environment(i) makes the environment of attempt i. Attempts that the infrastructure failed are
     repeated with the same seed, RETRIES times at most; those that still fail keep their status.
+    Nothing is repeated, and paid for again, once `problem()` says why the whole run has to end.
     """
     attempts: dict[int, Trajectory] = {}
     left = list(range(len(seeds)))
@@ -34,6 +38,6 @@ def play(
         played = player.run(environments, [seeds[i] for i in left])
         attempts |= zip(left, played, strict=True)
         left = [i for i in left if attempts[i].status == "infrastructure"]
-        if not left:
+        if not left or problem():
             break
     return [attempts[i] for i in range(len(seeds))], repeated

@@ -77,7 +77,7 @@ def play_on_ranks(
     def environment(k):
         return world.environment(tasks[k], environment_seeds[mine[k]])
 
-    played = play(player, environment, [seeds[i] for i in mine])
+    played = play(player, environment, [seeds[i] for i in mine], lambda: spending.problem)
     tasks_of_all, trajectories, repeated = [], [], 0
     for their_tasks, (their_trajectories, their_repeated) in ranks.all_gather((tasks, played)):
         tasks_of_all += their_tasks

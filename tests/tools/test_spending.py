@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from openai_server import openai_server, said
 
+from nanorchestra.agent.attempts import play
 from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import UserError
 from nanorchestra.records import Price, Trajectory
@@ -87,7 +88,7 @@ def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path)
 
     world = SimpleNamespace(task=lambda *place: "task", environment=lambda *start: "environment")
 
-    def play(seeds):
+    def played(seeds):
         player = SimpleNamespace(run=run)
         options = {
             "seeds": seeds,
@@ -97,10 +98,24 @@ def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path)
         }
         return play_on_ranks(player, world, "train", seeds, **options)
 
-    assert [t.seed for t in play([1, 2]).trajectories] == [1, 2]
+    assert [t.seed for t in played([1, 2]).trajectories] == [1, 2]
     with pytest.raises(UserError, match="raise it, and go on with --resume"):
-        play([3])
+        played([3])
     assert spending.spent == pytest.approx(0.4)
+
+
+def test_attempts_are_not_repeated_once_the_dollars_of_the_run_are_spent(tmp_path):
+    """Those that failed were played twice more, and calls that did fit were paid for again."""
+    for most, played in ((0.3, 1), (9.0, 3)):
+        (spending,), runs = opened(tmp_path / str(most), 1, most), []
+
+        def run(environments, seeds, spending=spending, runs=runs):
+            spending.reserve(0.5)
+            runs.append(seeds)
+            return [Trajectory("t", seed, status="infrastructure") for seed in seeds]
+
+        play(SimpleNamespace(run=run), lambda i: None, [1, 2], lambda spent=spending: spent.problem)
+        assert len(runs) == played
 
 
 def test_a_reply_that_is_not_recorded_ends_the_run_on_every_rank(tmp_path):
