@@ -1,8 +1,8 @@
 """What an attempt may spend: the user's US dollars and seconds, whatever the policy writes.
 
 `UserLimits` counts what an attempt has spent, its own tokens included, and runs the calls of a turn
-within what is left. Each call gets an `Allowance` (tool.py), under which it is made smaller
-or refused. No torch.
+within what is left. Each call gets an `Allowance` (tool.py), to which it is held or by which it is
+refused. No torch.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class UserLimits:
 
         Calls after the first `most` and those that a limit forbids are refused. Money is set aside
         for the calls in the order in which they were written, for each the most that it can cost.
-        The share of a call that can be made smaller is an equal part of what the calls before have
+        The share of a call that can be held to less is an equal part of what the calls before have
         left.
         """
         usd = self.usd_left() - ANSWER_SHARE * (self.preference.usd or 0.0)

@@ -34,7 +34,7 @@ class RefusedError(Exception):
 class Allowance:
     """What one call may do.
 
-    usd: US dollars at most. share: what a call that can be made smaller takes of them, so that the
+    usd: US dollars at most. share: what a call that can be held to less takes of them, so that the
     calls of one turn do not starve each other; an expert takes more only for the shortest reply
     that is of use. seconds: until the call is given up. never: the names that the user forbids.
     """
@@ -52,12 +52,12 @@ class Allowance:
     def check_usd(self, name: str, most_usd: float) -> None:
         """Raises RefusedError if a call of `name` can cost more than the US dollars left."""
         if most_usd > self.usd:
-            left = dollars(max(self.usd, 0.0))
-            raise RefusedError(f"refused {name}: up to {dollars(most_usd)}, {left} left")
+            raise self.too_little(name, most_usd)
 
-    def minus(self, usd: float) -> "Allowance":
-        """Returns what is left of it beside something that costs `usd` US dollars."""
-        return replace(self, usd=self.usd - usd, share=self.share - usd)
+    def too_little(self, name: str, most_usd: float) -> RefusedError:
+        """Returns the refusal of a call that the US dollars left do not pay for."""
+        left = dollars(max(self.usd, 0.0))
+        return RefusedError(f"refused {name}: up to {dollars(most_usd)}, {left} left")
 
 
 class Tool:
@@ -122,19 +122,22 @@ class Tool:
                     names.add(choice)
         return names
 
-    def smaller(self, arguments: Json, allowance: Allowance) -> "Tool":
-        """Returns the tool as it may be called under an allowance, where it can be made smaller."""
+    def under(self, arguments: Json, allowance: Allowance) -> "Tool":
+        """Returns the tool as it may be called under an allowance, by a call that is not banned.
+
+        A tool that can be held to less says how: to fewer tokens, seconds, or helpers. Raises
+        RefusedError if the call can cost more than the dollars left even so.
+        """
+        allowance.check_usd(self.name, self.most_usd(arguments))
         return self
 
     def within(self, arguments: Json, allowance: Allowance) -> "Tool":
-        """Returns the tool as it may be called under an allowance, smaller if need be.
+        """Returns the tool as it may be called under an allowance.
 
-        Raises RefusedError if the call is banned, or can cost more than is left even so.
+        Raises RefusedError if the call is banned, or can cost more than is left.
         """
         allowance.check_names(self.ban_names(arguments))
-        tool = self.smaller(arguments, allowance)
-        allowance.check_usd(tool.name, tool.most_usd(arguments))
-        return tool
+        return self.under(arguments, allowance)
 
     @property
     def schema(self) -> Json:
@@ -156,7 +159,7 @@ class PreparedCall:
 
 
 def prepare(tools: Mapping[str, Tool], call: ToolCall, allowance: Allowance) -> PreparedCall:
-    """Returns a call of one of the tools as it may be made, smaller if need be.
+    """Returns a call of one of the tools as it may be made under an allowance.
 
     Raises RefusedError for one that cannot be run, and for one that the allowance forbids.
     """

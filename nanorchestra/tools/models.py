@@ -70,17 +70,22 @@ class Expert:
         """
         return self.price.cost(most_tokens(text), self.max_tokens)
 
-    def smaller(self, text: str, allowance: Allowance) -> "Expert":
-        """Returns the expert with the reply to `text` bounded by its share of the dollars.
+    def under(
+        self, text: str, allowance: Allowance, name: str, helping_usd: float = 0.0
+    ) -> "Expert":
+        """Returns the expert as `name` may ask it for a reply to `text`, within the user's seconds.
 
-        If that would be too short to be of use, by the shortest that is; as it is, if the dollars
-        left do not pay for this one.
+        The reply has the tokens that its share of the dollars buys, beside the US dollars of its
+        helpers; the fewest that are of use, if the share buys fewer. Raises RefusedError if the
+        dollars left do not pay for these.
         """
         least = LEAST_REASONING_TOKENS if self.reasoning else LEAST_REPLY_TOKENS
-        tokens = self._reply_tokens(text, min(allowance.share, allowance.usd))
+        tokens = self._reply_tokens(text, min(allowance.share, allowance.usd) - helping_usd)
         tokens = max(tokens, min(least, self.max_tokens))
-        smaller = replace(self, max_tokens=tokens, seconds=allowance.seconds)
-        return smaller if smaller.most_usd(text) <= allowance.usd else self
+        asked = replace(self, max_tokens=tokens, seconds=allowance.seconds)
+        if asked.most_usd(text) + helping_usd > allowance.usd:
+            raise allowance.too_little(name, self.most_usd(text) + helping_usd)
+        return asked
 
     def _reply_tokens(self, text, usd) -> int:
         """Returns how many tokens the reply to `text` may have for so many US dollars."""
@@ -179,11 +184,16 @@ class ServedOrchestrator(Expert):
         """Returns the US dollars that it may spend."""
         return self.task_usd
 
-    def smaller(self, text: str, allowance: Allowance) -> "ServedOrchestrator":
-        """Returns it with what may be spent, as it is if that is nothing."""
-        usd = min(self.task_usd, allowance.share, allowance.usd)
+    def under(
+        self, text: str, allowance: Allowance, name: str, helping_usd: float = 0.0
+    ) -> "ServedOrchestrator":
+        """Returns it with what it may spend, its seconds, and the names that are forbidden.
+
+        Raises RefusedError if it may spend nothing.
+        """
+        usd = min(self.task_usd, allowance.share - helping_usd, allowance.usd - helping_usd)
         if usd <= 0:
-            return self
+            raise allowance.too_little(name, self.task_usd + helping_usd)
         return replace(self, task_usd=usd, seconds=allowance.seconds, never=allowance.never)
 
     def _body(self, text) -> Json:
@@ -252,9 +262,9 @@ class ExpertTool(Tool):
         """Returns the names under which it or its model can be banned."""
         return super().ban_names(arguments) | self.expert.ban_names
 
-    def smaller(self, arguments: Json, allowance: Allowance) -> "ExpertTool":
-        """Returns the tool with a reply that the allowance pays for, if one is long enough."""
-        expert = self.expert.smaller(self._task(arguments), allowance)
+    def under(self, arguments: Json, allowance: Allowance) -> "ExpertTool":
+        """Returns the tool with its expert held to the allowance. Raises RefusedError."""
+        expert = self.expert.under(self._task(arguments), allowance, self.name)
         return replace(self, experts={self.name: expert})
 
     @property

@@ -95,10 +95,11 @@ class RoleTool(Tool):
                 names |= {alias} | expert.ban_names
         return names
 
-    def smaller(self, arguments: Json, allowance: Allowance) -> "RoleTool":
-        """Returns the role without banned helpers, and with a reply that the allowance pays for.
+    def under(self, arguments: Json, allowance: Allowance) -> "RoleTool":
+        """Returns the role without banned helpers, and with its expert held to the allowance.
 
-        Raises RefusedError if no helper is left, or the model is none of `experts`.
+        Raises RefusedError if no helper is left, if the model is none of `experts`, or if the
+        dollars left do not pay for a reply and the helpers.
         """
         alias = arguments["model"]
         if alias not in self.experts:
@@ -110,7 +111,7 @@ class RoleTool(Tool):
             raise RefusedError(f"the user forbids {bans[0]}, which {self.name} uses")
         text = self.prompt(self.experts[alias])
         helped = replace(self, helpers=helpers, text=text)
-        expert = self.experts[alias].smaller(text, allowance.minus(helped.helping_usd()))
+        expert = self.experts[alias].under(text, allowance, self.name, helped.helping_usd())
         return replace(helped, experts=self.experts | {alias: expert})
 
     def alias(self, arguments: Json) -> str:

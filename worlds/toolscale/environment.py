@@ -128,10 +128,9 @@ class DomainEnvironment:
             allowance.check_usd(alias, most)
             return PreparedCall(partial(self._hand_over, expert, None), most, alias)
         asked = replace(self.models.experts[expert["model"]], price=price)
-        asked = asked.smaller(self._turn(), allowance)
-        most = asked.most_usd(self._turn())
-        allowance.check_usd(alias, most)
-        return PreparedCall(partial(self._hand_over, expert, asked), most, alias)
+        asked = asked.under(self._turn(), allowance, alias)
+        hand_over = partial(self._hand_over, expert, asked)
+        return PreparedCall(hand_over, asked.most_usd(self._turn()), alias)
 
     async def _do(self, call) -> ToolResult:
         """Runs a call in a thread: one that never ends fails alone, and has done nothing.
