@@ -10,7 +10,8 @@ toolkit):
 2. List it in the catalogue: add its kind and settings to nanorchestra/tools/entries.py, and make it
    in `Catalogue`, which reads the file given with `--tools`. Or offer it in a world.
 3. nanorchestra/model/chat.py renders its schema into the prompt, through `Tool.schema`.
-4. `prepare`, beside `Tool`, checks the arguments of each call and runs it.
+4. `prepare`, beside `Tool`, checks the arguments of each call and holds it to what it may spend;
+   `UserLimits`, in nanorchestra/agent/limits.py, runs it.
 
 A Python function decorated with `@tool` needs none of this: `--tools my_tools.py`. One that is said
 to search, or to run code, works for the published role of that kind.

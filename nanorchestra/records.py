@@ -31,7 +31,7 @@ class Price(NamedTuple):
     output_per_million: float
 
     def cost(self, input_tokens: int, output_tokens: int) -> float:
-        """Returns the US dollars of one answer."""
+        """Returns the US dollars of so many tokens, read and written."""
         usd_in, usd_out = self
         return (input_tokens * usd_in + output_tokens * usd_out) / 1e6
 
