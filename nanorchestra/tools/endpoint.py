@@ -117,7 +117,9 @@ class Endpoint:
             if not is_free or abandoned() or timeout_s - waited < LEAST_S:
                 problem = f"calls open: {self.concurrency}, and none ended in {timeout_s:g} s"
                 return Reply(problem=problem, seconds=timeout_s, waited=timeout_s, given_up=by_user)
-            reply = spending.pay(charge, partial(self.complete, body, timeout_s - waited))
+            with spending.reserved(charge) as bill:
+                reply = self.complete(body, timeout_s - waited)
+                bill.usd = charge.price_of(reply)
         finally:
             if is_free:
                 self.free.release()

@@ -92,14 +92,16 @@ class WebSearch(Tool):
         body = {"query": query, "search_depth": "advanced", "chunks_per_source": 3}
         body |= {"max_results": self.pages, "include_raw_content": "text"}
 
+        charge = Charge(self.name, self.usd_per_call, self._price_of)
+
         def ask() -> Reply:
-            reply = post(url, body, Results, KEY_VARIABLE, self.timeout_s)
+            with self.spending.reserved(charge) as bill:
+                reply = post(url, body, Results, KEY_VARIABLE, self.timeout_s)
+                bill.usd = charge.price_of(reply)
             return reply if reply.problem else replace(reply, content=reply.content["results"])
 
-        charge = Charge(self.name, self.usd_per_call, self._price_of)
         request = {"url": url, "body": body}
-        replies, timeout_s = self.spending.replies, self.timeout_s
-        return replies.get(request, lambda: self.spending.pay(charge, ask), timeout_s, shared=True)
+        return self.spending.replies.get(request, ask, self.timeout_s, shared=True)
 
 
 def _document(hit) -> str:

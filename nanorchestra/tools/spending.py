@@ -9,7 +9,9 @@ import json
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +29,13 @@ class Charge(NamedTuple):
     payee: str
     most_usd: float
     price_of: Callable[[Reply], float]
+
+
+@dataclass
+class Bill:
+    """What a request has cost: 0 US dollars, as far as is known, if it has raised."""
+
+    usd: float = 0.0
 
 
 class Spending:
@@ -121,23 +130,22 @@ class Spending:
             if usd or most_usd:
                 self._keep()
 
-    def pay(self, charge: Charge, ask: Callable[[], Reply]) -> Reply:
-        """Returns the reply of `ask`, and counts what it has cost.
+    @contextmanager
+    def reserved(self, charge: Charge) -> Iterator[Bill]:
+        """Reserves the most that a request can cost, while it is made; its bill is then counted.
 
-        EndpointError, and nothing is asked, if the run has fewer dollars left than it can cost.
+        EndpointError, and nothing is made, if the run has fewer dollars left than it can cost.
         """
         if not self.reserve(charge.most_usd):
             problem = (
                 f"it could cost {dollars(charge.most_usd)}, more than the run has left to spend"
             )
             raise EndpointError(problem)
-        usd = 0.0  # of an `ask` that raises, as far as is known
+        bill = Bill()
         try:
-            reply = ask()
-            usd = charge.price_of(reply)
+            yield bill
         finally:
-            self.settle(charge.most_usd, usd, charge.payee)
-        return reply
+            self.settle(charge.most_usd, bill.usd, charge.payee)
 
     def _keep(self) -> None:
         """Writes what is spent, before anything else may be: a kill at any time finds it there."""

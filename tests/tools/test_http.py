@@ -295,13 +295,9 @@ def test_a_key_that_cannot_be_sent_is_an_error_without_the_key(server, monkeypat
 
 def test_a_call_that_raises_keeps_no_reservation():
     spending = Spending(most=1.0)
-
-    def call():
-        raise RuntimeError("a bug")
-
     for _ in range(3):
-        with pytest.raises(RuntimeError):
-            spending.pay(Charge("e", 0.4, None), call)
+        with pytest.raises(RuntimeError), spending.reserved(Charge("e", 0.4, None)):
+            raise RuntimeError("a bug")
     assert spending.spent == 0.0 and not spending.exhausted
 
 

@@ -17,7 +17,6 @@ from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import UserError
 from nanorchestra.records import Price, Trajectory
 from nanorchestra.tools.endpoint import Endpoint
-from nanorchestra.tools.http import Reply
 from nanorchestra.tools.models import Expert
 from nanorchestra.tools.spending import Charge, Spending
 from nanorchestra.training.distributed import Ranks
@@ -58,12 +57,15 @@ def test_no_run_spends_more_than_its_limit_over_ranks_kills_and_resumes(tmp_path
 
 def test_the_bill_names_who_was_paid_and_outlives_the_process(tmp_path):
     (spending,) = opened(tmp_path, 1, 1.0)
-    spending.pay(Charge("gpt-5", 0.5, lambda reply: 0.2), Reply)
-    spending.pay(Charge("judge", 0.5, lambda reply: 0.1), Reply)
-    with pytest.raises(RuntimeError):
-        spending.pay(Charge("gpt-5", 0.5, None), lambda: (_ for _ in ()).throw(RuntimeError()))
-    with pytest.raises(EndpointError, match="more than the run has left"):
-        spending.pay(Charge("big", 0.8, None), Reply)
+    for payee, usd in (("gpt-5", 0.2), ("judge", 0.1)):
+        with spending.reserved(Charge(payee, 0.5, None)) as bill:
+            assert spending.spent >= 0.5, "an open request counts at its most"
+            bill.usd = usd
+    with pytest.raises(RuntimeError), spending.reserved(Charge("gpt-5", 0.5, None)):
+        raise RuntimeError
+    too_much = spending.reserved(Charge("big", 0.8, None))
+    with pytest.raises(EndpointError, match="more than the run has left"), too_much:
+        raise AssertionError("it is not asked")
     assert re.match("max_usd of the catalogue is 1 US dollars.*--resume", spending.problem)
     (again,) = opened(tmp_path, 1, 1.0)
     assert again.total() == pytest.approx({"gpt-5": 0.2, "judge": 0.1})
@@ -82,8 +84,9 @@ def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path)
 
     def run(environments, seeds):
         for _ in environments:
-            with suppress(EndpointError):
-                spending.pay(Charge("strong", 0.2, lambda reply: 0.2), Reply)
+            paid = spending.reserved(Charge("strong", 0.2, None))
+            with suppress(EndpointError), paid as bill:
+                bill.usd = 0.2
         return [Trajectory("t", seed) for seed in seeds]
 
     world = SimpleNamespace(task=lambda *place: "task", environment=lambda *start: "environment")
