@@ -250,17 +250,17 @@ def test_what_never_becomes_a_connection_ends_too(server):
     """A host that is not there, a server that reads nothing, TLS that is none."""
     with socket.create_server(("127.0.0.1", 0)) as listener, nothing_stays():
         deaf = listener.getsockname()[1]
-        for address, says, text in (
-            ("http://127.0.0.1:9/v1", "no connection (Connection refused)", "hi"),
-            ("http://nowhere.invalid/v1", "no connection (", "hi"),
-            (server.url.replace("http", "https"), "no connection (", "hi"),
-            (f"https://127.0.0.1:{deaf}/v1", "no whole reply within 0.3 s", "hi"),
-            (f"http://127.0.0.1:{deaf}/v1", "no whole reply within 0.3 s", "x" * 10**7),
-            ("http://127.0.0.1:99999/v1", "no connection (Failed to parse", "hi"),
+        for address, timeout_s, says, text in (
+            ("http://127.0.0.1:9/v1", 10.0, "no connection (Connection refused)", "hi"),
+            ("http://nowhere.invalid/v1", 10.0, "no connection (", "hi"),
+            (server.url.replace("http", "https"), 10.0, "no connection (", "hi"),
+            (f"https://127.0.0.1:{deaf}/v1", 0.3, "no whole reply within 0.3 s", "hi"),
+            (f"http://127.0.0.1:{deaf}/v1", 0.3, "no whole reply within 0.3 s", "x" * 10**7),
+            ("http://127.0.0.1:99999/v1", 10.0, "no connection (Failed to parse", "hi"),
         ):
             start, spending = time.monotonic(), Spending(most=1000.0)
-            result = expert(address, spending, 0.3).ask(text, "e")
-            assert time.monotonic() - start < 1.5, address
+            result = expert(address, spending, timeout_s).ask(text, "e")
+            assert time.monotonic() - start < timeout_s + 1.2, address
             assert result.infrastructure and says in result.content, result.content
             assert "\n" not in result.content and spending.spent == result.cost_usd == 0
 
