@@ -464,8 +464,12 @@ def play_held_out(
         ranks=ranks,
         spending=spending,
     )
-    for task, attempt in zip(attempts.tasks, attempts.trajectories, strict=True):
-        metrics.score(task, attempt, own_reward)
+    if ranks.first:  # one process calls the user's reward, so that all have the same
+        for task, attempt in zip(attempts.tasks, attempts.trajectories, strict=True):
+            metrics.score(task, attempt, own_reward)
+    rewards = ranks.broadcast([attempt.reward for attempt in attempts.trajectories])
+    for attempt, reward in zip(attempts.trajectories, rewards, strict=True):
+        attempt.reward = reward
     return attempts
 
 

@@ -41,7 +41,7 @@ class Progress:
 
     phase: str = "warm_start"  # to the end of the held-out tasks before GRPO; then "grpo"
     step: int = 0  # of the phase: finished ones, and the one under way
-    seconds: float = 0.0  # up to the last checkpoint
+    seconds: float = 0.0  # before this process; of the whole run in a checkpoint
     before: Json | None = None  # held-out summary before GRPO
     lesson_tools: int = 1  # that the warm start's lessons offer,
     lesson_since: int = 0  # from this step on
