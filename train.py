@@ -384,11 +384,14 @@ def log_pi_old(trainer_logprobs: Tensor, batch: MicroBatch, grpo: GrpoSection) -
 
 def warm_start(run: TrainingRun, trainer: Trainer, demonstrations: Demonstrations) -> None:
     """Makes the supervised steps that are left. A model that calls tools needs none."""
-    for step in run.steps(run.config.warm_start.steps):
+    for step in run.steps(
+        run.config.warm_start.steps, enough=lambda: demonstrations.learnt(run.progress)
+    ):
         groups = demonstrations.groups(step, run.progress.lesson_tools, run.ranks)
         update = supervised_update(trainer, groups, demonstrations.learning_rate(step))
         demonstrations.advance(run.progress, update["loss"])
-        run.record_step({}, update, {"demonstrations": demonstrations.seconds})
+        row = {"teacher_kl": run.progress.teacher_kl}
+        run.record_step(row, update, {"demonstrations": demonstrations.seconds})
 
 
 def supervised_update(

@@ -86,7 +86,11 @@ class TaskSection:
 class WarmStartSection:
     """Supervised steps on demonstrations, before GRPO."""
 
-    steps: int = 240  # supervised steps before GRPO
+    # supervised steps before GRPO, at most: they end when the policy is as close to the teacher as
+    # teacher_kl says
+    steps: int = 240
+    # nats per id by which the loss is above the teacher's entropy when the steps end; 0: all steps
+    teacher_kl: float = 0.0005
     prompts: int = 16  # demonstrated tasks per step
     optimizer: Literal["adamw", "muon"] = "muon"  # optimizer of the warm start
     learning_rate: float = 4e-3  # peak learning rate

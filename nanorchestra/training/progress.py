@@ -45,6 +45,7 @@ class Progress:
     before: Json | None = None  # held-out summary before GRPO
     lesson_tools: int = 1  # that the warm start's lessons offer,
     lesson_since: int = 0  # from this step on
+    teacher_kl: float = 0.0  # nats per id between teacher and policy, over the latest steps
     skipped: int = 0  # steps in a row that were not finite
 
 
@@ -158,15 +159,17 @@ class TrainingRun:
 
     # Steps.
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int, enough: Callable[[], bool] = lambda: False) -> Iterator[int]:
         """Yields the steps of the phase that are left of `total`, the first being 0.
+
+        They end before that when `enough()` is true after one.
 
         After each one it writes the report and a checkpoint, if it is time, and ends if any rank is
         asked to stop: `stopped` is then True. A checkpoint follows the last step, too.
         """
         progress = self.progress
         self.stop.says = "stopping after this step"
-        if progress.step >= total:
+        if progress.step >= total or enough():
             return
         label = progress.phase.replace("_", " ")
         with progress_bar(self.ranks, total, label, progress.step) as bar:
@@ -177,7 +180,7 @@ class TrainingRun:
                 bar.update()
                 self._report_if_due()
                 self.stopped = self.asked_to_stop()
-                last = self.stopped or progress.step == total
+                last = self.stopped or progress.step == total or enough()
                 if last or progress.step % self.config.run.checkpoint_every == 0:
                     self.save()
                 if last:
