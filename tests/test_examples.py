@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 import evaluate
+import train
+from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Preference, Task, Trajectory
+from nanorchestra.tools.spending import Spending
+from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.rollout import Attempts
 from tools import load_tools
 from worlds.load import note_on_tools
 from worlds.user_reward import load_reward
@@ -132,3 +137,27 @@ def test_a_policy_that_cannot_know_its_tools_is_told(tmp_path):
     (tmp_path / "config.toml").write_text('[task]\nworld = "miniature"\n')
     note = note_on_tools(str(model), "domains", "--policy")
     assert note.startswith(f"{model} knows the miniature at most") and "by --policy" in note
+
+
+def test_the_first_rank_pays_held_out_attempts_and_the_others_take_what_it_paid(monkeypatch):
+    """A reward that asks a judge is asked once, and no two ranks have other scores."""
+    paid = []
+
+    class Rank(Ranks):
+        def broadcast(self, value):
+            paid.append(value if self.first else paid[-1])
+            return paid[-1]
+
+    def pay(task, members, rewards):
+        return [0.25] * len(members)
+
+    def pay_on_another_rank(task, members, rewards):
+        raise AssertionError("the reward was called on a second rank")
+
+    for rank, reward in enumerate((pay, pay_on_another_rank)):
+        played = attempts()
+        of_a_rank = Attempts([TASK] * len(played), played, repeated=0, seconds=1.0)
+        monkeypatch.setattr(train, "play_on_ranks", lambda *_, each=of_a_rank, **__: each)
+        ranks = Rank(rank, world_size=2)
+        scored = train.play_held_out(Config(), None, None, ranks, Spending(), reward)
+        assert [attempt.reward for attempt in scored.trajectories] == [0.25] * len(played)
