@@ -22,8 +22,8 @@ from worlds.toolscale.generate import make_batch
 from worlds.toolscale.plan import LEVELS, draw, to_task
 from worlds.toolscale.score import Scorer, attempt
 from worlds.toolscale.toolkit import ToolError, key_of
-from worlds.toolscale.verify import verify
-from worlds.toolscale.wishes import Scene, UnfitError
+from worlds.toolscale.verify import vain, verify
+from worlds.toolscale.wishes import UnfitError
 
 BATCHES = int(os.environ.get("TOOLSCALE_BATCHES", "1"))  # of 50 tasks a domain
 
@@ -126,21 +126,7 @@ def test_no_value_of_a_held_out_domain_is_in_training(drawn):
 
 
 def test_every_wish_can_be_had_and_every_rule_forbids_and_allows(drawn):
-    domain, _ = drawn
-    plain, rules = set(), set()
-    for seed in range(600):
-        rng = random.Random(seed)
-        scene = Scene(domain.start, domain.start.copy(), rng.choice(domain.people), rng)
-        kind = rng.choice(domain.wishes)
-        try:
-            wish, _ = scene.draw(kind)
-        except UnfitError:
-            continue
-        rules |= {*wish.rules}
-        plain |= {kind} if wish.allowed else set()
-    assert plain == {*domain.wishes}
-    stated = [line[2:] for line in domain.policy.splitlines() if line.startswith("- ")][3:]
-    assert rules == {(kept, text) for text in stated for kept in (True, False)}
+    assert vain(drawn[0]) == []
 
 
 def test_words_for_a_record_fit_no_other_of_the_user(drawn):

@@ -13,7 +13,7 @@ import inspect
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -75,6 +75,11 @@ class Domain:
         return getattr(self.source, "HELD_OUT", False)
 
     @cached_property
+    def rules(self) -> list[str]:
+        """The texts of the rules that no tool enforces."""
+        return [each.text for each in vars(self.source).values() if isinstance(each, Rule)]
+
+    @cached_property
     def wishes(self) -> list[Kind]:
         """The kinds of wishes."""
         return [each for each in vars(self.source).values() if isinstance(each, Kind)]
@@ -102,12 +107,17 @@ def build(name: str, seed: int, split: str = "") -> Domain:
         known = ", ".join(BUILT_IN)
         require(name in BUILT_IN, f"domain {name!r}: there are {known}, and files NAME.py")
         source = importlib.import_module(f"worlds.toolscale.domains.{name}")
-    split = split or ("held_out" if getattr(source, "HELD_OUT", False) else "train")
     try:
-        start = source.draw(Draw(f"{seed}/{name}", split))
-        return Domain(name, start, _policy(source, start), source)
+        return of_module(source, name, seed, split)
     except Exception as error:  # of a domain of the user's own
         raise UserError(f"{source.__file__}: {type(error).__name__}: {error}") from None
+
+
+def of_module(source: ModuleType, name: str, seed: int, split: str = "") -> Domain:
+    """Returns the domain of a file's module, as `build` does. Raises what the file raises."""
+    split = split or ("held_out" if getattr(source, "HELD_OUT", False) else "train")
+    domain = Domain(name, source.draw(Draw(f"{seed}/{name}", split)), "", source)
+    return replace(domain, policy=_policy(domain))
 
 
 def load(directory: Path) -> Domain:
@@ -146,11 +156,11 @@ def _adapter(source) -> TypeAdapter:
     return TypeAdapter(_toolkit(source))
 
 
-def _policy(source, start) -> str:
+def _policy(domain) -> str:
     """The policy: who the agent is, the day, and the rules."""
-    _, (identify, *_) = source.identify(next(iter(start.tables[0].values())))
-    rules = [each.text for each in vars(source).values() if isinstance(each, Rule)]
-    listed = [IDENTIFY.format(identify), CONFIRM, LOOK, *rules]
+    start = domain.start
+    _, (identify, *_) = domain.identify(next(iter(start.tables[0].values())))
+    listed = [IDENTIFY.format(identify), CONFIRM, LOOK, *domain.rules]
     lines = [introduction(start), "", *(f"- {each}" for each in listed)]
     return "\n".join(lines) + "\n"
 

@@ -19,7 +19,10 @@ from worlds.toolscale.expert import altered, right_turns
 from worlds.toolscale.score import Scorer, attempt
 from worlds.toolscale.toolkit import ToolError
 from worlds.toolscale.user import opening
+from worlds.toolscale.wishes import Kind, Scene, UnfitError
 from worlds.toolscale.words import communicated, mentions
+
+DRAWS = 600  # of wishes, in which each can be had, and each rule is kept and broken
 
 
 def task_text(task: Json) -> str:
@@ -65,6 +68,35 @@ def _undetermined(domain, calls, text) -> Iterator[Any]:
             if value not in returned and not mentions(text, value):
                 yield value
         returned.update(leaves(kit.call(name, arguments)))
+
+
+def vain(domain: Domain) -> list[str]:
+    """Returns what a domain's file states in vain: wishes without a user, rules without a use.
+
+    Raises ToolError for a wish that is allowed and cannot be done.
+    """
+    had, judged = set(), set()
+    for seed in range(DRAWS):
+        rng = random.Random(seed)
+        scene = Scene(domain.start, domain.start.copy(), rng.choice(domain.people), rng)
+        kind = rng.choice(domain.wishes)
+        try:
+            wish, _ = scene.draw(kind)
+        except UnfitError:
+            continue
+        judged.update(wish.rules)
+        if wish.allowed:
+            scene.act(wish)
+            had.add(kind)
+    problems = []
+    for name, kind in vars(domain.source).items():
+        if isinstance(kind, Kind) and kind not in had:
+            problems.append(f"no user can have the wish {name}")
+    for text in domain.rules:
+        for kept, word in ((True, "keeps"), (False, "breaks")):
+            if (kept, text) not in judged:
+                problems.append(f"no wish {word} the rule {text!r}")
+    return problems
 
 
 def leaves(value: Any) -> Iterator[Any]:

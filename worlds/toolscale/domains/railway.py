@@ -102,7 +102,7 @@ class Railway(Toolkit):
         self.change(self.bookings, booking, legs=legs)
         return changed
 
-    def change_passenger(self, booking: Booking, name: str, **values) -> Passenger:
+    def change_passenger(self, booking: Booking, name: str, /, **values) -> Passenger:
         who = self.one(booking.passengers, "The booking has no such passenger.", name=name)
         changed = replace(who, **values)
         passengers = tuple(changed if each is who else each for each in booking.passengers)
