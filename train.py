@@ -89,6 +89,7 @@ from nanorchestra.training.rollout import (
     attempt_seeds,
     evaluation_seeds,
     play_on_ranks,
+    require_begun,
     require_most_worked,
     rollout_timeout_s,
 )
@@ -191,7 +192,7 @@ def play_step(
 ) -> Attempts:
     """Plays the attempts of a step: a function of run.seed, the step and the engine's weights.
 
-    UserError if most of them failed for reasons of the infrastructure.
+    UserError if most of them failed for reasons of the infrastructure, or no prompt leaves room.
     """
     grpo, warm_start = config.grpo, config.warm_start
     first = warm_start.steps * warm_start.prompts + step * grpo.prompts  # after the warm start's
@@ -209,6 +210,7 @@ def play_step(
         together=grpo.group_size,
     )
     require_most_worked(attempts.trajectories, step)
+    require_begun(attempts.trajectories, f"step {step + 1}", config)
     return attempts
 
 
@@ -467,6 +469,7 @@ def play_held_out(
         ranks=ranks,
         spending=spending,
     )
+    require_begun(attempts.trajectories, "the held-out tasks", config)
     if ranks.first:  # one process calls the user's reward, so that all have the same
         for task, attempt in zip(attempts.tasks, attempts.trajectories, strict=True):
             metrics.score(task, attempt, own_reward)

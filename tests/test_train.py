@@ -20,14 +20,14 @@ import train as program
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.model.checkpoint import NANO
-from nanorchestra.records import Trajectory
+from nanorchestra.records import Trajectory, Turn
 from nanorchestra.report.page import write_report
 from nanorchestra.settings import load_config
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.command import Stop
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import samples_in
-from nanorchestra.training.rollout import play_on_ranks, require_most_worked
+from nanorchestra.training.rollout import play_on_ranks, require_begun, require_most_worked
 from nanorchestra.training.run import RunFolder, to_toml
 from worlds.miniature.world import Miniature
 
@@ -397,6 +397,18 @@ def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(sandbox):
     failed = [Trajectory("t", 0, status="infrastructure")] * 3
     with pytest.raises(UserError, match="step 1: 3 of 5 attempts failed"):
         require_most_worked(attempts.trajectories[:2] + failed, 0)
+
+
+def test_prompts_that_leave_no_room_for_a_turn_end_the_run(make_training):
+    run = make_training("narrow", {"rollout.context_tokens": 64})
+    says = "rollout.context_tokens is 64: no attempt of the held-out tasks can begin; the longest"
+    with pytest.raises(UserError, match=f"{says} prompt has [0-9]+ ids and a turn up to 12"):
+        run.train()
+    unable = Trajectory("t", 0, prompt_length=70, status="token_limit")
+    begun = Trajectory("t", 0, prompt_length=50, status="token_limit", turns=[Turn(50, 62, "stop")])
+    with pytest.raises(UserError, match="of step 1 can begin; .* so it should be at least 82"):
+        require_begun([unable, unable], "step 1", run.config)
+    require_begun([unable, begun], "step 1", run.config)
 
 
 def test_a_rank_makes_the_environments_of_its_own_share_alone(sandbox):

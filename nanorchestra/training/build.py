@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -66,6 +67,8 @@ def load_policy(
     group = stored_group(directory) if in_4_bits else None
 
     def build(shape):
+        if is_dry_run(config):  # prompts may be longer than any that the miniature has learnt from
+            shape = replace(shape, max_position_embeddings=config.rollout.context_tokens)
         return as_configured(Qwen3(shape), config, ranks, dtype, group)
 
     device = "cpu" if offload else str(ranks.device)

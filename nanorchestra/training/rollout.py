@@ -13,6 +13,7 @@ from nanorchestra.agent.world import Split, World
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.records import Task, Trajectory
+from nanorchestra.settings import is_dry_run
 from nanorchestra.training.distributed import COLLECTIVE_S, Ranks
 
 CALL_S = 600.0  # of the longest call, retries included: Endpoint.timeout_s, which http.post keeps
@@ -122,3 +123,20 @@ def require_most_worked(trajectories: list[Trajectory], step: int) -> None:
             f"step {step + 1}: {len(failures)} of {len(trajectories)} attempts failed, repeated "
             f"ones too, for reasons of the infrastructure; the first: {failures[0][:200]}"
         )
+
+
+def require_begun(trajectories: list[Trajectory], what: str, config: Config) -> None:
+    """Raises UserError if no attempt has sampled an id, since no prompt leaves room for one.
+
+    what: those attempts, such as "step 1".
+    """
+    if any(t.turns or t.status != "token_limit" for t in trajectories):
+        return
+    longest = max(t.prompt_length for t in trajectories)
+    context, turn = config.rollout.context_tokens, config.rollout.turn_tokens
+    file = "nanorchestra/dry_run.toml: " if is_dry_run(config) else ""
+    raise UserError(
+        f"{file}rollout.context_tokens is {context}: no attempt of {what} can begin; the longest "
+        f"prompt has {longest} ids and a turn up to {turn}, so it should be at least "
+        f"{longest + turn}"
+    )

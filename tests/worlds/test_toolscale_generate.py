@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from data_gen import main
-from worlds.toolscale.dataset import load_tasks
+from nanorchestra.model import chat
+from nanorchestra.model.checkpoint import NANO
+from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.settings import SMALL
+from worlds.toolscale.dataset import load_tasks, load_world
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--tasks", "60", "--seed", "3", "--domains", "bank,university"]
@@ -47,6 +51,15 @@ def test_the_bytes_do_not_depend_on_the_workers_and_figures_are_printed(made, tm
     assert {task["level"] for task in tasks} == {1, 2, 3, 4, 5}
     for path in (path for path in made.rglob("*.*") if path.is_file()):
         assert path.read_bytes() == (tmp_path / path.relative_to(made)).read_bytes()
+
+
+def test_a_dry_run_has_room_for_the_prompts_and_a_turn(made):
+    """Those of "bank" are the longest."""
+    world, tokenizer = load_world(made), Tokenizer.from_dir(NANO)
+    room = SMALL["rollout.context_tokens"] - SMALL["rollout.turn_tokens"]
+    for index in range(20):
+        env = world.environment(world.task("train", index), 0)
+        assert len(chat.encode(tokenizer, env.messages, env.tools)) <= room
 
 
 def test_the_workers_of_a_killed_run_end(tmp_path):
