@@ -379,7 +379,7 @@ def test_records_are_read_by_table_and_id():
     tool = RecordsTool("r", "", {"order": {"5": {"customer": 7}}}, 0.01)
     for table, key, content, error in (
         ("order", 5, '{"customer": 7}', False),
-        ("order", 6, "Error: no order 6", True),
+        ("order", 6, "Error: no row 6", True),
         ("x", 5, "Error: no table x; there are order", True),
     ):
         result = tool.call({"table": table, "id": key})

@@ -37,9 +37,9 @@ SUBJECT = {word: subject for subject, words in MATTERS.items() for word in words
 FIELDS = ("code", "rank", "age")
 WORDS = (*TABLES, *SUBJECT, *FIELDS)
 SKILLS = {  # the probability that an expert is right, by subject; hidden from the policy
-    "ant": {"law": 0.95, "medicine": 0.2, "history": 0.7},
-    "bee": {"law": 0.7, "medicine": 0.95, "history": 0.2},
-    "cat": {"law": 0.2, "medicine": 0.7, "history": 0.95},
+    "ant": {"law": 0.95, "medicine": 0.2, "history": 0.6},
+    "bee": {"law": 0.6, "medicine": 0.95, "history": 0.2},
+    "cat": {"law": 0.2, "medicine": 0.6, "history": 0.95},
 }
 EXPERTS = tuple(SKILLS)
 UNSURE_IF_RIGHT, UNSURE_IF_WRONG = 0.1, 0.4  # the probability that an expert says it is unsure

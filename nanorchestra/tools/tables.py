@@ -27,7 +27,7 @@ class RecordsTool(Tool):
         if row is not None:
             text = json.dumps(row)
         elif table in self.tables:
-            text = f"Error: no {table} {key}"
+            text = f"Error: no row {key}"
         else:
             text = f"Error: no table {table}; there are {', '.join(self.tables)}"
         return ToolResult(text, self.usd_per_call, self.latency_s, error=row is None)

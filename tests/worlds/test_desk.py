@@ -104,7 +104,7 @@ def test_what_experts_say_is_a_function_of_the_seed_and_as_good_as_their_skill(w
 def test_nothing_that_a_policy_may_write_is_more_than_an_observation(world):
     env = world.environment(world.task("train", 0), 0)
     word = next(iter(SUBJECT))
-    assert used(env, "records", table=word, id=700).content == f"Error: no {word} 700"
+    assert used(env, "records", table=word, id=700).content == "Error: no row 700"
     for question in ("", "   ", "nothing", "what is it?", f"{word}"):
         result = used(env, "ask", expert="ant", question=question)
         assert re.fullmatch(r"(un)?sure: \d\d", result.content) and not result.error
