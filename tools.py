@@ -276,9 +276,8 @@ class Catalogue:
         if kind == "web":
             return WebSearch(spending=self.spending, **settings)
         if kind == "expert":
-            name = settings["name"]
-            expert = self._expert(settings.pop("expert"), where, name)
-            return ExpertTool(experts={name: expert}, **settings)
+            expert = self._expert(settings.pop("expert"), where, settings["name"])
+            return ExpertTool(expert=expert, **settings)
         return self._role(where, settings)
 
     def _served(self, entries) -> list[Tool]:
@@ -317,23 +316,22 @@ class Catalogue:
             entry["name"], entry["description"], experts, given=given, result_words=words
         )
 
-    def _expert(self, name, where, alias) -> Expert:
-        """Returns an expert by its name, for a tool that knows it by an alias."""
-        settings = {**_known(self.experts, name, f"{where}: expert")}
-        place = f"{self.path}: experts.{name}.endpoint"
+    def _expert(self, listed_as, where, offered_as) -> Expert:
+        """Returns an expert by its name in the table, for a tool that offers it under another."""
+        settings = {**_known(self.experts, listed_as, f"{where}: expert")}
+        place = f"{self.path}: experts.{listed_as}.endpoint"
         host = _known(self.endpoints, settings.pop("endpoint"), place)
-        price = Price(*settings.pop("usd"))
+        settings |= {"price": Price(*settings.pop("usd")), "spending": self.spending}
+        settings |= {"listed_as": listed_as, "offered_as": offered_as}
         if (model := settings["model"]).endswith(SERVED):
             slow = f"{model} plays a whole loop on its server before it answers"
             bound = f"{host.timeout_s:g} s at most, timeout_s of {place.partition(': ')[2]}"
             tell_once(model, f"{where}: {slow}: a call may take minutes, {bound}")
             host = replace(host, most_requests=1)  # one that failed may have spent its limit
-            return ServedOrchestrator(
-                alias, host, price=price, spending=self.spending, known_as=name, **settings
-            )
-        alone = f"{self.path}: experts.{name}.task_usd: only a model NAME{SERVED} has it"
+            return ServedOrchestrator(endpoint=host, **settings)
+        alone = f"{self.path}: experts.{listed_as}.task_usd: only a model NAME{SERVED} has it"
         require("task_usd" not in settings, alone)
-        return Expert(alias, host, price=price, spending=self.spending, known_as=name, **settings)
+        return Expert(endpoint=host, **settings)
 
 
 def _known(table, name, where) -> Any:

@@ -37,8 +37,8 @@ def row(tool: Tool) -> Json:
     """Returns an offer as JSON, for a task's data; `usd` is per million tokens."""
     models = {}
     for alias, expert in experts_of(tool).items():
-        models[alias] = {"what": expert.name, "usd": list(expert.price)}
-    what = tool.expert.name if isinstance(tool, ExpertTool) else tool.name
+        models[alias] = {"what": expert.offered_as, "usd": list(expert.price)}
+    what = tool.expert.offered_as if isinstance(tool, ExpertTool) else tool.name
     return {"name": tool.name, "description": tool.description, "what": what, "models": models}
 
 
@@ -62,7 +62,7 @@ def reached(never: Sequence[str], tools: Sequence[Tool]) -> list[str]:
         if not isinstance(tool, ExpertTool) and banned({tool.name, tool.kind}, never):
             names.append(tool.name)
         for alias, expert in experts_of(tool).items():
-            if banned({tool.kind, expert.name, *expert.ban_names}, never):
+            if banned({tool.kind, expert.offered_as, *expert.ban_names}, never):
                 names.append(alias)
     return list(dict.fromkeys(names))
 
@@ -112,8 +112,8 @@ def draw(
         if isinstance(tool, RoleTool):  # given parameters have the aliases of the catalogue's order
             tool = replace(tool, experts=experts, given=None)
         elif experts:
-            (alias,) = experts
-            tool = replace(tool, name=alias, experts=experts)
+            ((alias, expert),) = experts.items()
+            tool = replace(tool, name=alias, expert=expert)
         offers.append(_described(tool, rng.choice(DESCRIPTIONS)))
     return offers
 
@@ -152,13 +152,14 @@ def _described(tool: Tool, form: list[str]) -> Tool:
 
 def simulated(tool: Tool, task: Task, seed: int) -> Tool:
     """Returns a tool of the catalogue whose language models are simulated for one attempt."""
-    if not experts_of(tool):
+    if isinstance(tool, ExpertTool):
+        return replace(tool, expert=_simulated_model(tool.expert, task, seed, ANSWER_FORM))
+    if not isinstance(tool, RoleTool):
         return tool
-    is_role = isinstance(tool, RoleTool)
     experts = {}
-    for name, expert in experts_of(tool).items():
-        experts[name] = _simulated_model(expert, task, seed, ROLE_FORM if is_role else ANSWER_FORM)
-    if is_role and tool.kind == "search" and not tool.helpers:
+    for name, expert in tool.experts.items():
+        experts[name] = _simulated_model(expert, task, seed, ROLE_FORM)
+    if tool.kind == "search" and not tool.helpers:
         return replace(tool, experts=experts, helpers=[SimulatedSearch(task, seed)])
     return replace(tool, experts=experts)
 

@@ -147,9 +147,8 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     return dataset.load_world(name, seed, dataset.Models(user, judge, models), preference)
 
 
-def _paid_as(payee: str, tool: ExpertTool | None) -> ExpertTool | None:
+def _paid_as(name: str, tool: ExpertTool | None) -> ExpertTool | None:
     """Returns an expert whose bill is under the name of what it is asked for."""
     if tool is None:
         return None
-    experts = {name: replace(expert, payee=payee) for name, expert in tool.experts.items()}
-    return replace(tool, experts=experts)
+    return replace(tool, expert=replace(tool.expert, paid_as=name))

@@ -191,7 +191,7 @@ class QuestionWorld:
         aliases = defaultdict(list)
         for tool in offers:
             for alias, expert in catalogue.experts_of(tool).items():
-                aliases[expert.name].append(alias)
+                aliases[expert.offered_as].append(alias)
             if not isinstance(tool, ExpertTool):
                 aliases[tool.name].append(tool.name)
         names = "|".join(map(re.escape, sorted(aliases, key=len, reverse=True)))

@@ -33,17 +33,18 @@ SERVED = "+tools"  # after the name of a model: the whole loop of an orchestrato
 class Expert:
     r"""A language model with its price.
 
-    `name` is its name in the catalogue's tools, whatever its alias in a task.
+    `offered_as` is its name in the catalogue's tools, whatever its alias in a task, `listed_as` its
+    name in the catalogue's table of experts, `model` its name at the server, and `paid_as` its name
+    in the bill, if that is not the listed one.
     A `reasoning` model has a fixed temperature, and its limit is named max_completion_tokens.
     `reasoning_effort` is sent as it is, "" not at all.
     `code_tokens` and `context_tokens` bound what it reads in a published role. `boxed`: it marks
     its answer by \boxed{}, not by tags. `note` and `latency_s` are told to the policy.
-    `known_as` is its name in the catalogue's table of experts, `payee` what the bill calls it if
-    not that, `owner` is who made it. A user who bans "proprietary" models bans those without
-    `open_weights`. A call is given up after `seconds`, if the user has a limit.
+    `owner` is who made it. A user who bans "proprietary" models bans those without `open_weights`.
+    A call is given up after `seconds`, if the user has a limit.
     """
 
-    name: str
+    offered_as: str
     endpoint: Endpoint
     model: str
     price: Price
@@ -57,8 +58,8 @@ class Expert:
     note: str = ""
     latency_s: float = 0.0
     reasoning_effort: str = ""
-    known_as: str = ""
-    payee: str = ""
+    listed_as: str = ""
+    paid_as: str = ""
     owner: str = ""
     open_weights: bool = False
     seconds: float = math.inf
@@ -101,7 +102,7 @@ class Expert:
     def ban_names(self) -> set[str]:
         """The names under which a user can ban it."""
         openness = "open" if self.open_weights else "proprietary"
-        names = {self.known_as, self.model, self.model.rpartition("/")[2], self.owner, openness}
+        names = {self.listed_as, self.model, self.model.rpartition("/")[2], self.owner, openness}
         return names - {""}
 
     def ask(self, text: str, name: str) -> ToolResult:
@@ -111,7 +112,7 @@ class Expert:
         """
         for variable in self.endpoint.unset():
             tell_once(variable, f"{self.model} needs {variable}, which is not set")
-        payee = self.payee or self.known_as or self.name
+        payee = self.paid_as or self.listed_as or self.offered_as
         charge = Charge(payee, self.most_usd(text), partial(self.price_of, text))
         try:
             reply = self.endpoint.ask(self._body(text), self.spending, charge, self.seconds)
@@ -241,14 +242,11 @@ def _emptiness(message) -> str:
 
 @dataclass
 class ExpertTool(Tool):
-    """An expert for a task that the policy writes; without one it receives the whole problem.
-
-    `experts` has one, under the name of the tool.
-    """
+    """An expert for a task that the policy writes; without one it receives the whole problem."""
 
     name: str
     description: str
-    experts: dict[str, Expert]
+    expert: Expert
     evidence: Evidence | None = None
     result_words: int = RESULT_WORDS
     kind, blocking = "expert", True
@@ -265,12 +263,12 @@ class ExpertTool(Tool):
     def under(self, arguments: Json, allowance: Allowance) -> "ExpertTool":
         """Returns the tool with its expert held to the allowance. Raises RefusedError."""
         expert = self.expert.under(self._task(arguments), allowance, self.name)
-        return replace(self, experts={self.name: expert})
+        return replace(self, expert=expert)
 
     @property
-    def expert(self) -> Expert:
-        """The expert."""
-        return self.experts[self.name]
+    def experts(self) -> dict[str, Expert]:
+        """The expert under the name of the tool, as a role has several under their aliases."""
+        return {self.name: self.expert}
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest answer."""

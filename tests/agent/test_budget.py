@@ -165,10 +165,7 @@ def play(nano_tokenizer, tmp_path_factory):
 
     def plain():
         return [
-            *(
-                ExpertTool(e.name.split("/")[-1], "d", {e.name.split("/")[-1]: e})
-                for e in experts.values()
-            ),
+            *(ExpertTool(e.model.split("/")[-1], "d", e) for e in experts.values()),
             python,
             records,
         ]
@@ -207,7 +204,7 @@ def play(nano_tokenizer, tmp_path_factory):
         there = Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", most_requests=1)
         price, spending = Price(1, 1), Spending()
         expert = ServedOrchestrator(name, there, f"{POLICY}+tools", price, spending)
-        return ExpertTool(name, "d", {name: expert})
+        return ExpertTool(name, "d", expert)
 
     inner = orchestrator("inner", plain())
     deputy = orchestrator("deputy", [*roles(), inner])

@@ -84,7 +84,7 @@ def test_a_call_is_given_up_in_time_for_an_answer(nano_tokenizer):
 def asked(endpoint, calls, spending=None, **limits):
     """The results of a turn's calls of an expert."""
     expert = Expert("e", endpoint, "m", Price(1, 10), spending or Spending())
-    env = echoing(ExpertTool("e", "d", {"e": expert}))
+    env = echoing(ExpertTool("e", "d", expert))
     env.task = replace(env.task, preference=Preference(**limits))
     user_limits = UserLimits(env, Trajectory("t", 0), Price(0, 0))
     made = [ToolCall("e", {"task": f"{number}?"}) for number in range(calls)]

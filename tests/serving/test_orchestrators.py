@@ -88,8 +88,8 @@ def test_a_limit_holds_for_the_tree_and_the_bill_is_its_sum(make_engine, nano_to
                 echoed = not limits.get("never") and usd > 0.3
                 assert spent.calls == ({"echo": 1} if echoed else {})
             assert len(records) == 5
-            experts = {"orchestra": replace(tool.expert, task_usd=0.1)}
-            result = replace(tool, experts=experts).call({"task": "!ask"})
+            held = replace(tool, expert=replace(tool.expert, task_usd=0.1))
+            result = held.call({"task": "!ask"})
             assert result.cost_usd == records[-1][1].cost_usd < 0.1
     finally:
         server.stop()

@@ -183,7 +183,7 @@ def test_an_expert_that_is_down_costs_its_group_an_attempt_and_no_reward(
                       {"name": "gone", "kind": "expert", "description": "d", "expert": "down"}],
         }))  # fmt: skip
         up, down = load_tools(tmp_path / "t.json", sandbox)
-        down.name, down.experts = "llm", {"llm": down.expert}
+        down.name = "llm"
         scripts = [[asks, ANSWER], [asks, ANSWER.replace("42", "41")], [asks, ANSWER]]
         envs = [echoing(up, 0), echoing(up, 1), echoing(down, 2)]
         group, _ = play(nano_tokenizer, *scripts, envs=envs)

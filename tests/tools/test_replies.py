@@ -133,7 +133,7 @@ def test_equal_calls_of_one_turn_have_replies_of_their_own_whatever_comes_first(
     """They run side by side, and the first of them may answer last."""
 
     def turn(money, calls=4):
-        tool = ExpertTool("expert", "d", {"expert": expert(server, money)})
+        tool = ExpertTool("expert", "d", expert(server, money))
         env = echoing(tool)
         limits = UserLimits(env, Trajectory("t", 5), Price(0, 0))
 
@@ -179,7 +179,7 @@ def test_a_whole_attempt_is_replayed_with_its_user_limits_and_tools(
 ):
     def attempts(money):
         tools = [
-            ExpertTool("expert", "d", {"expert": expert(server, money)}),
+            ExpertTool("expert", "d", expert(server, money)),
             PythonTool("python", "d", sandbox, usd_per_second=0.01, replies=money.replies),
         ]
         code = call("import time; print(time.time())", "python").replace('"text"', '"code"')
