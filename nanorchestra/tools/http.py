@@ -48,11 +48,11 @@ logging.getLogger("urllib3").setLevel(logging.CRITICAL)  # what a server does wr
 class Reply:
     """What was replied to a request, as JSON, or the `problem` that there was.
 
-    tokens: input and output, as the server counts them, of a model that has worked for it. retries:
-    requests that were repeated. seconds: of all. waited: of these seconds, those before the last
-    request. A problem is the infrastructure's, but for a bad_request, whose text is at fault, and
-    one that was given_up, since the user's seconds were over. status: the HTTP status of a refusal,
-    0 if there was none.
+    tokens: input and output, of a model that has worked for it: of a chat's reply as the server
+    counts them, of a failure by its bytes. retries: requests that were repeated. seconds: of all.
+    waited: of these seconds, those before the last request. A problem is the infrastructure's, but
+    for a bad_request, whose text is at fault, and one that was given_up, since the user's seconds
+    were over. status: the HTTP status of a refusal, 0 if there was none.
     """
 
     content: Any = None
@@ -66,8 +66,8 @@ class Reply:
     status: int = 0
 
     @property
-    def begun(self) -> bool:
-        """Whether there is a reply to pay for: one that is whole, or was begun and is another."""
+    def worked(self) -> bool:
+        """Whether a model has worked for it and is paid: for a reply, or a failure with tokens."""
         return not self.problem or any(self.tokens)
 
     @property
@@ -101,6 +101,7 @@ class RequestError(Exception):
 
     worked: whether a model may have worked for it; `text` is what it has written. again: whether
     the request may be repeated, `retry_after` seconds later at the earliest. status: of a refusal.
+    None is both, so that the most that one request can cost is enough for all.
     """
 
     problem: str
@@ -127,8 +128,8 @@ def post(
     from 500 are tried again, after a random wait or as long as the server's Retry-After says, until
     `most_requests` were made; not if nothing waits for the call any more. The key is in the
     environment variable `key_variable`, the value of each header in that of `header_variables`; one
-    that is not set is not sent. The reply is as `bounded_json` reads it. The tokens are those of a
-    reply that was begun, by its bytes.
+    that is not set is not sent. The reply is as `bounded_json` reads it, and its tokens are for the
+    caller to count; those of a failure are estimated.
     """
     key = secret(key_variable).replace(" ", "")
     values = {name: secret(variable) for name, variable in header_variables.items()}
@@ -142,12 +143,9 @@ def post(
     end, waited = start + timeout_s, 0.0
     for retries in range(most_requests):
         try:
-            content = _ask(url, sent.encode(), headers, end, form, secrets)
+            content = _ask(url, sent.encode(), headers, end, timeout_s, form, secrets)
             seconds = time.monotonic() - start
             return Reply(content, retries=retries, seconds=seconds, waited=waited)
-        except TimeoutError as late:
-            problem = f"no whole reply within {round(timeout_s, 3):g} s"
-            error = RequestError(problem, worked=late.args[0])
         except RequestError as failure:
             error = failure
         wait = max(error.retry_after, 2.0 ** (retries + 1) * random.uniform(0.5, 1.0))
@@ -187,18 +185,19 @@ def count_tokens(text: str) -> int:
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
-def _ask(url, sent: bytes, headers, end, form, secrets) -> Any:
-    """Returns the JSON of the reply to one request.
+def _ask(url, sent: bytes, headers, end, timeout_s, form, secrets) -> Any:
+    """Returns the JSON of the reply to one request, by the time `end`. Raises RequestError.
 
     It is made in a thread of its own, since requests bounds neither the look-up of a name nor
-    headers that drip. Raises RequestError, and TimeoutError(sent_whole) at the time `end`.
+    headers that drip. A model may have worked for a request that was sent whole.
     """
     content = BytesIO(sent)  # the connection reads what it sends
     asking = in_daemon(partial(_exchange, url, content, headers, end, form, secrets))
     try:
         return asking.result(max(end - time.monotonic(), 0.0))
     except TimeoutError:
-        raise TimeoutError(content.tell() == len(sent)) from None
+        problem = f"no whole reply within {round(timeout_s, 3):g} s"
+        raise RequestError(problem, worked=content.tell() == len(sent)) from None
 
 
 def _exchange(url, content, headers, end, form, secrets) -> Any:
@@ -286,8 +285,8 @@ def _json_of(text, form, secrets) -> Any:
         reply = json.loads(masked(plain, secrets, SECRET_CHARS))
     except ValueError as error:
         said = text.strip()[:80] or "an empty reply"
-        begun = text.lstrip().startswith("{")
-        raise RequestError(f"not JSON: {said} ({error})", worked=begun, text=text) from None
+        worked = text.lstrip().startswith("{")  # a reply that was begun
+        raise RequestError(f"not JSON: {said} ({error})", worked=worked, text=text) from None
     if isinstance(reply, dict) and (error := reply.get("error")):
         code = error.get("code") if isinstance(error, dict) else None
         problem = f"the endpoint says: {_message(json.dumps({'error': error}))}"

@@ -212,7 +212,7 @@ class ServedOrchestrator(Expert):
         What a task has cost that failed under way is not known: it counts at its most.
         """
         if reply.problem:
-            worked = reply.begun or reply.status >= 500
+            worked = reply.worked or reply.status >= 500
             return self.task_usd if worked else 0.0
         usd = reply.content.get("cost_usd", self.price.cost(*reply.tokens))
         return min(usd, self.task_usd)

@@ -84,7 +84,7 @@ class WebSearch(Tool):
         )
 
     def _price_of(self, found: Reply) -> float:
-        return self.usd_per_call if found.begun else 0.0
+        return self.usd_per_call if found.worked else 0.0
 
     def _found(self, query: str) -> Reply:
         """Returns the reply to a query, with its results as content."""
