@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from nanorchestra.agent.threads import abandoned
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import MOST_REQUESTS, Reply, count_tokens, post, secret
-from nanorchestra.tools.spending import Charge, Spending
+from nanorchestra.tools.spending import Charge, Spending, UnpaidError
 
 TIMEOUT_S = 600.0  # of a call
 LEAST_S = 0.02  # that a request has left; with fewer it is not sent
@@ -100,12 +100,15 @@ class Endpoint:
         """
         request = {"url": self.base_url.rstrip("/"), "body": body}
         paid = partial(self._paid, body, spending, charge, seconds)
-        return spending.replies.get(request, paid, min(self.timeout_s, seconds))
+        try:
+            return spending.replies.get(request, paid, min(self.timeout_s, seconds))
+        except UnpaidError as error:
+            return Reply(problem=str(error))
 
     def _paid(self, body, spending, charge, seconds) -> Reply:
         """Waits until the endpoint is free, then reserves the dollars, asks, and pays.
 
-        A call that was given up while it waited is not sent. EndpointError if the run has too few
+        A call that was given up while it waited is not sent. UnpaidError if the run has too few
         dollars left.
         """
         start = time.monotonic()

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from nanorchestra.agent.failures import EndpointError
 from nanorchestra.agent.numbering import NUMBERING, RequestCounts
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, write_whole
@@ -39,11 +38,8 @@ class Replies:
     def get(
         self, request: Json, ask: Callable[[], Reply], wait_s: float, shared: bool = False
     ) -> Reply:
-        """Returns the reply of `ask` to a request; an EndpointError is one with a problem."""
-        try:
-            return ask()
-        except EndpointError as error:
-            return Reply(problem=str(error))
+        """Returns the reply of `ask` to a request."""
+        return ask()
 
     def result(self, request: Json, call: Callable[[], ToolResult]) -> ToolResult:
         """Returns `call()`: of a tool that runs here, whose seconds are measured."""
@@ -70,10 +66,9 @@ class ReplyStore(Replies):
     ) -> Reply:
         """Returns the recorded reply to a request, or that of `ask`, which is then recorded.
 
-        A failure is recorded for a replay alone, and asked again by a recording. An EndpointError
-        of `ask` is a reply with a problem, and not recorded. A request that is open already is
-        waited for, `wait_s` seconds at most. shared: all equal requests have the same reply.
-        UserError if none can be written.
+        A failure is recorded for a replay alone, and asked again by a recording. What `ask` raises
+        is not recorded. A request that is open already is waited for, `wait_s` seconds at most.
+        shared: all equal requests have the same reply. UserError if none can be written.
         """
         key = hashlib.sha256(_canonical(request).encode()).hexdigest()
         folder = self.directory / key[:2] / key
@@ -89,8 +84,6 @@ class ReplyStore(Replies):
             return Reply(problem=f"the same request had no reply within {wait_s:g} s")
         try:
             return _read(file) if file.exists() else _recorded(file, request, ask())
-        except EndpointError as error:
-            return Reply(problem=str(error))
         finally:
             self._asking.pop(file, None)
             lock.release()

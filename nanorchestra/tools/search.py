@@ -15,7 +15,7 @@ from nanorchestra.errors import require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import Reply, post
-from nanorchestra.tools.spending import Charge, Spending
+from nanorchestra.tools.spending import Charge, Spending, UnpaidError
 
 TAVILY = "https://api.tavily.com"
 KEY_VARIABLE = "TAVILY_API_KEY"
@@ -101,7 +101,10 @@ class WebSearch(Tool):
             return reply if reply.problem else replace(reply, content=reply.content["results"])
 
         request = {"url": url, "body": body}
-        return self.spending.replies.get(request, ask, self.timeout_s, shared=True)
+        try:
+            return self.spending.replies.get(request, ask, self.timeout_s, shared=True)
+        except UnpaidError as error:
+            return Reply(problem=str(error))
 
 
 def _document(hit) -> str:

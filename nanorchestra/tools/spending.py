@@ -2,7 +2,8 @@
 
 A process reserves the most that a request can cost before it is sent, and settles it afterwards.
 What it has spent is kept in a file, open requests at their most, so that a run which is killed and
-resumed goes on from what it has really spent. No torch.
+resumed goes on from what it has really spent. An attempt's own bill is another one, in its results:
+a recorded reply has its price there, and costs the run nothing. No torch.
 """
 
 import json
@@ -29,6 +30,10 @@ class Charge(NamedTuple):
     payee: str
     most_usd: float
     price_of: Callable[[Reply], float]
+
+
+class UnpaidError(EndpointError):
+    """A request was not sent, since the run has fewer dollars left than it can cost."""
 
 
 @dataclass
@@ -134,13 +139,13 @@ class Spending:
     def reserved(self, charge: Charge) -> Iterator[Bill]:
         """Reserves the most that a request can cost, while it is made; its bill is then counted.
 
-        EndpointError, and nothing is made, if the run has fewer dollars left than it can cost.
+        UnpaidError, and nothing is made, if the run has fewer dollars left than it can cost.
         """
         if not self.reserve(charge.most_usd):
             problem = (
                 f"it could cost {dollars(charge.most_usd)}, more than the run has left to spend"
             )
-            raise EndpointError(problem)
+            raise UnpaidError(problem)
         bill = Bill()
         try:
             yield bill
