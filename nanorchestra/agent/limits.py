@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanorchestra.agent.environment import Environment
-from nanorchestra.agent.numbering import NUMBERING, RequestCounts, side_by_side
+from nanorchestra.agent.numbering import REQUEST_COUNTS, RequestCounts, side_by_side
 from nanorchestra.agent.tool import Allowance, PreparedCall, RefusedError, refused
 from nanorchestra.records import Price, ToolCall, ToolResult, Trajectory
 
@@ -69,32 +69,32 @@ class UserLimits:
         """
         usd = self.usd_left() - ANSWER_SHARE * (self.preference.usd or 0.0)
         seconds = self.seconds_left() - ANSWER_SHARE * (self.preference.seconds or 0.0)
-        prepared: list[PreparedCall | ToolResult] = []
-        for number, call in enumerate(calls):
-            try:
-                if number >= most:
-                    raise RefusedError(f"calls in one turn: at most {most}")
-                if seconds <= 0:
-                    raise RefusedError("the user's time for calls is over; answer now")
-                share = usd / (min(len(calls), most) - number)
-                allowance = Allowance(usd, share, seconds, self.preference.never)
-                prepared.append(self.env.prepare(call, allowance))
-                usd -= prepared[-1].most_usd
-            except RefusedError as error:
-                prepared.append(refused(str(error)))
         running = []
         # A recording tells equal calls apart by the counts of their own.
         with side_by_side([(call.name, call.arguments) for call in calls]) as counts:
-            for call, each, own in zip(calls, prepared, counts, strict=True):
-                running.append(_within_seconds(call, each, seconds, own))
+            for number, (call, own) in enumerate(zip(calls, counts, strict=True)):
+                try:
+                    if number >= most:
+                        raise RefusedError(f"calls in one turn: at most {most}")
+                    if seconds <= 0:
+                        raise RefusedError("the user's time for calls is over; answer now")
+                    share = usd / (min(len(calls), most) - number)
+                    allowance = Allowance(usd, share, seconds, self.preference.never)
+                    prepared = self.env.prepare(call, allowance)
+                    usd -= prepared.most_usd
+                    running.append(_within_seconds(call, prepared, seconds, own))
+                except RefusedError as error:
+                    running.append(_refused(str(error)))
             return await asyncio.gather(*running)
 
 
+async def _refused(problem: str) -> ToolResult:
+    """Returns the result of a call that is not run."""
+    return refused(problem)
+
+
 async def _within_seconds(
-    call: ToolCall,
-    prepared: PreparedCall | ToolResult,
-    seconds: float,
-    counts: RequestCounts | None,
+    call: ToolCall, prepared: PreparedCall, seconds: float, counts: RequestCounts | None
 ) -> ToolResult:
     """Returns a call's result; without one after `seconds` it is given up, billed at its most.
 
@@ -103,9 +103,7 @@ async def _within_seconds(
     recording may say that the call was given up earlier, under a lower limit: what it would have
     returned is not known, which is a failure of the infrastructure.
     """
-    if isinstance(prepared, ToolResult):  # a refusal
-        return prepared
-    NUMBERING.set(counts)  # of this call's own task
+    REQUEST_COUNTS.set(counts)  # of this call's own task
     late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
     given_up = ToolResult(
         late, prepared.most_usd, seconds, error=True, alias=prepared.alias, given_up=True

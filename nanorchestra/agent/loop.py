@@ -111,10 +111,10 @@ class Attempt:
             results = await self._act(turn, parsed)
             if results is None:
                 return "answered"
-            if any(result.infrastructure for result in results) and (
-                not turn.calls or not self.rollout.survives_failures
-            ):
-                return "infrastructure"
+            if any(result.infrastructure for result in results):
+                no_reply = not turn.calls  # of the user's, without which no policy goes on
+                if no_reply or not self.rollout.survives_failures:
+                    return "infrastructure"
             if not self._observe(turn, parsed.content, results):
                 return "user_limit"
         return "turn_limit"

@@ -31,20 +31,20 @@ class RequestCounts:
 
 
 # Those of the attempt that is played.
-NUMBERING: ContextVar[RequestCounts | None] = ContextVar("NUMBERING", default=None)
+REQUEST_COUNTS: ContextVar[RequestCounts | None] = ContextVar("request_counts", default=None)
 
 
 @contextmanager
 def in_attempt(seed: int) -> Iterator[None]:
     """Marks what runs inside as an attempt with this seed, or as a part of the attempt it is in."""
-    if NUMBERING.get():
+    if REQUEST_COUNTS.get():
         yield
         return
-    token = NUMBERING.set(RequestCounts(seed))
+    token = REQUEST_COUNTS.set(RequestCounts(seed))
     try:
         yield
     finally:
-        NUMBERING.reset(token)
+        REQUEST_COUNTS.reset(token)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def side_by_side(calls: Sequence[Any]) -> Iterator[list[RequestCounts | None]]:
 
     Equal calls have places of their own. Afterwards the attempt counts on from the highest number.
     """
-    counts = NUMBERING.get()
+    counts = REQUEST_COUNTS.get()
     if counts is None:
         yield [None] * len(calls)
         return

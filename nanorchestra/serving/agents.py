@@ -32,7 +32,7 @@ from typing_extensions import TypedDict
 from nanorchestra.agent.context import Prompt
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.loop import Attempt, OnEvent, Pump, Rollout
-from nanorchestra.agent.numbering import NUMBERING
+from nanorchestra.agent.numbering import REQUEST_COUNTS
 from nanorchestra.agent.threads import in_daemon
 from nanorchestra.engine.sequence import Completion
 from nanorchestra.errors import UserError, require
@@ -208,7 +208,7 @@ class AgentAttempt(Attempt):
         self.asking, self.calling = asyncio.Lock(), asyncio.Lock()
 
     async def _play(self) -> str:
-        self.requests = NUMBERING.get()  # numbers the requests of this attempt to experts
+        self.requests = REQUEST_COUNTS.get()  # numbers the requests of this attempt to experts
         handle = AttemptHandle(self.rollout.base_url, self.key, self.about())
         self.rollout.attempts[self.key] = self
         try:
@@ -387,7 +387,7 @@ class AgentAttempt(Attempt):
             t = self.trajectory
             if self.cut or not t.turns:
                 raise HTTPException(400, "calls: the policy comes first; or the attempt is over")
-            NUMBERING.set(self.requests)  # of this request's own task
+            REQUEST_COUNTS.set(self.requests)  # of this request's own task
             made = [ToolCall(call["name"], call.get("arguments", {})) for call in calls]
             results = await self.user_limits.execute(made, self.settings.calls_per_turn)
             turn = t.turns[-1]

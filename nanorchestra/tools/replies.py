@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from nanorchestra.agent.numbering import NUMBERING, RequestCounts
+from nanorchestra.agent.numbering import REQUEST_COUNTS, RequestCounts
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.records import ToolResult
@@ -72,7 +72,7 @@ class ReplyStore(Replies):
         """
         key = hashlib.sha256(_canonical(request).encode()).hexdigest()
         folder = self.directory / key[:2] / key
-        name = SHARED if shared else (NUMBERING.get() or self._outside).next(key)
+        name = SHARED if shared else (REQUEST_COUNTS.get() or self._outside).next(key)
         file = folder / f"{name}.json"
         if file.exists():
             return _read(file)

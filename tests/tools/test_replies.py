@@ -310,7 +310,7 @@ def test_threads_that_ask_the_same_at_once_pay_once(server, tmp_path):
         thread.join()
     assert len(server.bodies) == 1 and money.spent == pytest.approx(20e-6)
     assert not money.replies._asking
-    assert isinstance(money.replies, ReplyStore) and replies_module.NUMBERING.get() is None
+    assert isinstance(money.replies, ReplyStore) and replies_module.REQUEST_COUNTS.get() is None
 
 
 def test_a_full_disk_is_the_infrastructures_fault_and_the_reply_is_billed(
