@@ -93,9 +93,9 @@ class PythonTool(Tool):
             "usd": [self.usd_per_call, self.usd_per_second],
         }
         request = {"url": "code", "body": body}
-        return self.replies.result(request, lambda: self._run(arguments))
+        return self.replies.result(request, lambda: self._in_sandbox(arguments))
 
-    def _run(self, arguments) -> ToolResult:
+    def _in_sandbox(self, arguments) -> ToolResult:
         result = self.sandbox.run(arguments["code"], timeout_s=self.timeout_s)
         error = f"Error: {result.error}" if result.error else ""
         text = "\n".join(filter(None, [result.stdout.strip(), error])) or "(no output)"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from nanorchestra.agent.environment import ANSWER, Environment
 from nanorchestra.agent.evidence import EvidenceBudget
-from nanorchestra.agent.tool import shortened
+from nanorchestra.agent.truncation import shortened
 from nanorchestra.config import RolloutSection
 from nanorchestra.model import chat
 from nanorchestra.records import RESULT_WORDS, ToolCall, ToolResult, Turn

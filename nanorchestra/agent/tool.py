@@ -6,24 +6,18 @@ observation there, and a result is cut before anything splits it into words. No 
 """
 
 import math
-import re
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.failures import failed, is_infrastructure
 from nanorchestra.agent.threads import in_thread
+from nanorchestra.agent.truncation import shortened
 from nanorchestra.records import RESULT_WORDS, ToolCall, ToolResult, banned
 from nanorchestra.schemas import Json, argument_error
 from nanorchestra.units import dollars
-
-RESULT_CHARS = 16_000  # of texts without spaces
-WORD = re.compile(r"\S+")
-NOTE_CHARS = 80  # of a note at most
-NOTE = re.compile(r"\n\[[\d,]+ of (?P<whole>[\d,]+) (?:words|characters)\]\Z")
 
 
 class RefusedError(Exception):
@@ -201,25 +195,6 @@ def observed(name: str, call: Callable[[], ToolResult], words: int = RESULT_WORD
 def refused(problem: str) -> ToolResult:
     """Returns the observation of a call that is not run."""
     return ToolResult(f"Error: {problem}", error=True, refused=True)
-
-
-def shortened(text: str, words: int, chars: int = RESULT_CHARS) -> str:
-    """Returns the beginning of a text, with a note of how much it is: "[1,200 of 3,000 words]".
-
-    A text of fewer words and characters is returned as it is. One that was shortened before is told
-    by its note, which then counts what the whole text had.
-    """
-    note = NOTE.search(text, max(0, len(text) - NOTE_CHARS))
-    body = text[: note.start()] if note else text
-    begun = islice(WORD.finditer(body, 0, chars + 1), words)
-    ends = [match.end() for match in begun if match.end() <= chars]
-    if len(body.rstrip()) == (ends[-1] if ends else 0):  # all words fit
-        return text if len(body) <= chars else body.rstrip()
-    if ends:
-        whole = note["whole"] if note else f"{sum(1 for _ in WORD.finditer(body)):,}"
-        return f"{body[: ends[-1]]}\n[{len(ends):,} of {whole} words]"
-    whole = note["whole"] if note else f"{len(body):,}"  # one word fills the room
-    return f"{body[:chars]}\n[{min(chars, len(body)):,} of {whole} characters]"
 
 
 def all_ban_names(tools: Iterable[Tool]) -> list[str]:

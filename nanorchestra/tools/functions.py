@@ -81,9 +81,9 @@ class FunctionTool(Tool):
         """
         body = {"arguments": arguments, "usd": self.usd_per_call}
         request = {"url": f"function {self.name}", "body": body}
-        return self.replies.result(request, lambda: self._run(arguments))
+        return self.replies.result(request, lambda: self._called(arguments))
 
-    def _run(self, arguments) -> ToolResult:
+    def _called(self, arguments) -> ToolResult:
         start = time.monotonic()
         try:
             value = within_seconds(self.timeout_s, lambda: self.function(**arguments))
