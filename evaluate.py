@@ -208,7 +208,7 @@ def record_answers(options: Namespace, sandbox: Sandbox) -> None:
     written, missing = record(world, file, options.parallel)
     require(not spending.replies.missing, spending.replies.missing)
     print(f"{file}: {written} cases; paid {dollars(sum(spending.bill.values()))}")
-    why = f"--max-usd {spending.most:g} is reached" if spending.exhausted else "experts failed"
+    why = f"--max-usd {spending.max_usd:g} is reached" if spending.exhausted else "experts failed"
     again = "the same command asks for them" + (", with more dollars" if spending.exhausted else "")
     require(not missing, f"{file}: {missing} cases lack an answer ({why}); {again}")
 
@@ -448,7 +448,8 @@ def play_block(
 def check_block(policy: Policy, attempts: list[Trajectory], spending: Spending) -> None:
     """Raises UserError if the dollars are spent, or an endpoint is gone, of a policy or expert."""
     require(not spending.replies.missing, spending.replies.missing)
-    require(not spending.exhausted, f"--max-usd {spending.most:g} is reached; give more to go on")
+    reached = f"--max-usd {spending.max_usd:g} is reached; give more to go on"
+    require(not spending.exhausted, reached)
     failures = [attempt.failure for attempt in attempts if attempt.failure]
     require(
         len(failures) * FAILING <= len(attempts),

@@ -28,13 +28,14 @@ class RefusedError(Exception):
 class Allowance:
     """What one call may do.
 
-    usd: US dollars at most. share: what a call that can be held to less takes of them, so that the
-    calls of one turn do not starve each other; an expert takes more only for the shortest reply
-    that is of use. seconds: until the call is given up. never: the names that the user forbids.
+    usd_left: US dollars at most. usd_share: what a call that can be held to less takes of them, so
+    that the calls of one turn do not starve each other; an expert takes more only for the shortest
+    reply that is of use. seconds: until the call is given up. never: the names that the user
+    forbids.
     """
 
-    usd: float = math.inf
-    share: float = math.inf
+    usd_left: float = math.inf
+    usd_share: float = math.inf
     seconds: float = math.inf
     never: Sequence[str] = ()
 
@@ -45,12 +46,12 @@ class Allowance:
 
     def check_usd(self, name: str, most_usd: float) -> None:
         """Raises RefusedError if a call of `name` can cost more than the US dollars left."""
-        if most_usd > self.usd:
+        if most_usd > self.usd_left:
             raise self.too_little(name, most_usd)
 
     def too_little(self, name: str, most_usd: float) -> RefusedError:
         """Returns the refusal of a call that the US dollars left do not pay for."""
-        left = dollars(max(self.usd, 0.0))
+        left = dollars(max(self.usd_left, 0.0))
         return RefusedError(f"refused {name}: up to {dollars(most_usd)}, {left} left")
 
 

@@ -81,10 +81,10 @@ class Expert:
         dollars left do not pay for these.
         """
         least = LEAST_REASONING_TOKENS if self.reasoning else LEAST_REPLY_TOKENS
-        tokens = self._reply_tokens(text, min(allowance.share, allowance.usd) - helping_usd)
-        tokens = max(tokens, min(least, self.max_tokens))
+        usd = min(allowance.usd_share, allowance.usd_left) - helping_usd
+        tokens = max(self._reply_tokens(text, usd), min(least, self.max_tokens))
         asked = replace(self, max_tokens=tokens, seconds=allowance.seconds)
-        if asked.most_usd(text) + helping_usd > allowance.usd:
+        if asked.most_usd(text) + helping_usd > allowance.usd_left:
             raise allowance.too_little(name, self.most_usd(text) + helping_usd)
         return asked
 
@@ -192,9 +192,10 @@ class ServedOrchestrator(Expert):
 
         Raises RefusedError if it may spend nothing.
         """
-        usd = min(self.task_usd, allowance.share - helping_usd, allowance.usd - helping_usd)
+        usd = min(allowance.usd_share, allowance.usd_left) - helping_usd
         if usd <= 0:
             raise allowance.too_little(name, self.task_usd + helping_usd)
+        usd = min(usd, self.task_usd)
         return replace(self, task_usd=usd, seconds=allowance.seconds, never=allowance.never)
 
     def _body(self, text) -> Json:

@@ -46,33 +46,33 @@ class Bill:
 class Spending:
     """US dollars that the endpoints of a run may cost together; thread-safe.
 
-    most: of all processes of the run. replies: those that are recorded, which cost nothing again.
-    file: where this process keeps what it has spent; what it says is counted from the start.
+    max_usd: of all processes of the run. replies: those that are recorded, which cost nothing
+    again. file: where this process keeps what it has spent; what it says is counted from the start.
     others_usd: what the other processes of the run had spent by then. processes: of the run.
 
-    `limit` is this process's part of `most`: what it has spent, and an equal part of what was left
-    when `bound` was called. `bill` is what was spent, by payee. `exhausted` says whether a request
-    was not paid for, as it could have cost more than is left: the run has to end.
+    `own_max_usd` is this process's part of `max_usd`: what it has spent, and an equal part of what
+    was left when `bound` was called. `bill` is what was spent, by payee. `exhausted` says whether a
+    request was not paid for, as it could have cost more than is left: the run has to end.
 
-    Invariant: `spent`, which counts an open request at its most, is never above `limit`. UserError
-    if `most` is no limit.
+    Invariant: `spent`, which counts an open request at its most, is never above `own_max_usd`.
+    UserError if `max_usd` is no limit.
     """
 
     def __init__(
         self,
-        most: float = math.inf,
+        max_usd: float = math.inf,
         replies: Replies = UNRECORDED,
         file: Path | None = None,
         others_usd: float = 0.0,
         processes: int = 1,
     ):
-        self.most, self.limit, self.replies = math.inf, math.inf, replies
+        self.max_usd, self.own_max_usd, self.replies = math.inf, math.inf, replies
         self.spent, self.exhausted = 0.0, False
         self.bill: Counter[str] = Counter()
         self.others_usd, self.processes = others_usd, processes
         self._lock = threading.Lock()
         self.keep_in(file)
-        self.bound(most)
+        self.bound(max_usd)
 
     @classmethod
     def of_rank(cls, folder: Path, rank: int, ranks: int) -> "Spending":
@@ -90,21 +90,21 @@ class Spending:
         if file is not None and file.exists():
             self.spent, self.bill = read_spent(file)
 
-    def bound(self, most: float) -> None:
-        """Lowers the limit of the run to `most` US dollars, if it is above. UserError."""
-        right = f"the limit max_usd is {most:g}; it must be US dollars, 0 or more"
-        require(most >= 0, right)  # not so for NaN
-        self.most = min(self.most, most)
-        left = max(0.0, self.most - self.spent - self.others_usd)
-        self.limit = self.spent + left / self.processes
+    def bound(self, max_usd: float) -> None:
+        """Lowers the limit of the run to `max_usd` US dollars, if it is above. UserError."""
+        right = f"the limit max_usd is {max_usd:g}; it must be US dollars, 0 or more"
+        require(max_usd >= 0, right)  # not so for NaN
+        self.max_usd = min(self.max_usd, max_usd)
+        left = max(0.0, self.max_usd - self.spent - self.others_usd)
+        self.own_max_usd = self.spent + left / self.processes
 
     @property
     def problem(self) -> str:
         """Why a training run has to end: the limit, or a missing reply; "" if it has not."""
         if self.exhausted and not self.replies.missing:
             return (
-                f"max_usd of the catalogue is {self.most:g} US dollars, and a rank's part of what "
-                "is left does not pay for the next call; raise it, and go on with --resume"
+                f"max_usd of the catalogue is {self.max_usd:g} US dollars, and a rank's part of "
+                "what is left does not pay for the next call; raise it, and go on with --resume"
             )
         return self.replies.missing
 
@@ -118,7 +118,7 @@ class Spending:
     def reserve(self, most_usd: float) -> bool:
         """Counts a request at its most; False if that is more than is left."""
         with self._lock:
-            fits = self.spent + most_usd <= self.limit
+            fits = self.spent + most_usd <= self.own_max_usd
             if not fits:
                 self.exhausted = True
             elif most_usd:

@@ -183,7 +183,7 @@ def test_a_request_that_is_not_waited_for_is_settled(server, nano_tokenizer):
         return said("42", usage=(10, 5))
 
     server.answer = answer
-    spending = Spending(most=1.0)
+    spending = Spending(max_usd=1.0)
     rollout = endpoint.EndpointRollout(
         f"big@{server.url}", Price(3.0, 5.0), nano_tokenizer, SETTINGS, spending
     )

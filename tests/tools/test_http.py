@@ -171,7 +171,7 @@ def nothing_stays():
 @pytest.mark.parametrize("name", FAULTS)
 def test_whatever_a_server_does_is_one_line_in_bounded_time_and_billed_once(server, name):
     server.raw, ends, says, billed = FAULTS[name]
-    spending = Spending(most=1.0)
+    spending = Spending(max_usd=1.0)
     asked = expert(server.url, spending, 0.3 if "no whole reply" in says else 5.0)
     text, start = "What is 6 times 7?", time.monotonic()
     with nothing_stays():
@@ -258,7 +258,7 @@ def test_what_never_becomes_a_connection_ends_too(server):
             (f"http://127.0.0.1:{deaf}/v1", 0.3, "no whole reply within 0.3 s", "x" * 10**7),
             ("http://127.0.0.1:99999/v1", 10.0, "no connection (Failed to parse", "hi"),
         ):
-            start, spending = time.monotonic(), Spending(most=1000.0)
+            start, spending = time.monotonic(), Spending(max_usd=1000.0)
             result = expert(address, spending, timeout_s).ask(text, "e")
             assert time.monotonic() - start < timeout_s + 1.2, address
             assert result.infrastructure and says in result.content, result.content
@@ -294,7 +294,7 @@ def test_a_key_that_cannot_be_sent_is_an_error_without_the_key(server, monkeypat
 
 
 def test_a_call_that_raises_keeps_no_reservation():
-    spending = Spending(most=1.0)
+    spending = Spending(max_usd=1.0)
     for _ in range(3):
         with pytest.raises(RuntimeError), spending.reserved(Charge("e", 0.4, None)):
             raise RuntimeError("a bug")

@@ -118,7 +118,7 @@ def test_a_server_is_offered_with_schemas_and_prices_and_its_secrets_are_its_own
     with pytest.raises(RefusedError, match="forbids s"):
         echo.within({"text": ""}, Allowance(never=["s"]))
     with pytest.raises(RefusedError, match=r"up to \$0.25, \$0.1 left"):
-        echo.within({"text": ""}, Allowance(usd=0.1))
+        echo.within({"text": ""}, Allowance(usd_left=0.1))
     *_, chosen = load(only=["other"])
     assert (chosen.name, chosen.prices["call"]) == ("s_other", 0.0)
 

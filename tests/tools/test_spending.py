@@ -144,7 +144,7 @@ def test_a_call_that_waits_for_its_turn_takes_no_dollars_from_those_that_are_ope
     """Each was counted at its most while it waited, and a run ended that had spent nothing."""
     with openai_server() as server:
         server.answer = lambda body: time.sleep(0.05) or said("42")
-        spending = Spending(most=0.03)
+        spending = Spending(max_usd=0.03)
         endpoint = Endpoint(server.url, concurrency=1)
         expert = Expert("e", endpoint, "m", Price(1, 10), spending, max_tokens=1000)
         assert 0.01 < expert.most_usd("hi") < 0.015

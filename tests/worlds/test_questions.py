@@ -136,7 +136,7 @@ def test_a_simulated_expert_is_paid_as_quoted_and_the_stronger_is_right_more_oft
         env = worlds.environment(task, 1)
         for offer in task.data["tools"]:
             for alias, model in offer["models"].items():
-                prepared = env.prepare(ToolCall(alias, {}), Allowance(usd=9.0))
+                prepared = env.prepare(ToolCall(alias, {}), Allowance(usd_left=9.0))
                 result = asyncio.run(prepared.run())
                 usd = Price(*model["usd"]).cost(result.input_tokens, result.output_tokens)
                 assert result.cost_usd == usd > 0
