@@ -261,6 +261,11 @@ class Turn:
     context: int = 0
     well_formed: bool = True
 
+    @property
+    def calls_s(self) -> float:
+        """Seconds of its calls, which run side by side: those of the slowest."""
+        return max((result.latency_s for result in self.results), default=0.0)
+
 
 @dataclass
 class Trajectory:
@@ -303,6 +308,14 @@ class Trajectory:
         """US dollars so far, of the policy's own tokens and of its calls."""
         return self.calls_usd + self.policy_usd
 
+    @property
+    def calls_s(self) -> float:
+        """Seconds so far, of its calls; the others of latency_s are the policy's own."""
+        seconds = 0.0
+        for turn in self.turns:
+            seconds += turn.calls_s
+        return seconds
+
     def append_given(self, ids: list[int]) -> None:
         """Appends ids that the policy reads: a prompt, or observations."""
         self.ids += ids
@@ -327,7 +340,7 @@ class Trajectory:
         A refused call does not count as one. Its name is that of the expert behind it. The calls of
         an agent that is not ours may come in several parts, of which the slowest counts once.
         """
-        before = max((result.latency_s for result in turn.results), default=0.0)
+        before_s = turn.calls_s
         turn.calls += calls
         turn.results += results
         for call, result in zip(calls, results, strict=True):
@@ -335,7 +348,7 @@ class Trajectory:
                 name = result.alias or call.name
                 self.calls[name] = self.calls.get(name, 0) + 1
         self.calls_usd += sum(result.cost_usd for result in results)
-        self.latency_s += max(result.latency_s for result in turn.results) - before
+        self.latency_s += turn.calls_s - before_s
 
     @property
     def failure(self) -> str:

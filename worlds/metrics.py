@@ -325,10 +325,7 @@ def _held_out_figures(task: Task, attempt: Trajectory) -> Figures:
     A fixed router pays for no tokens, so this compares what the calls of both are worth.
     """
     calls_alone = copy(attempt)
-    calls_alone.policy_usd = calls_alone.latency_s = 0.0
-    for turn in attempt.turns:
-        if turn.results:
-            calls_alone.latency_s += max(result.latency_s for result in turn.results)
+    calls_alone.policy_usd, calls_alone.latency_s = 0.0, attempt.calls_s
     figures = _figures(task, attempt)
     return figures | {"reward_of_calls": score(task, calls_alone).reward}
 

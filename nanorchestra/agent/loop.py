@@ -164,11 +164,11 @@ class Attempt:
 
     def _append_given(self, ids: list[int]):
         self.trajectory.append_given(ids)
-        self.trajectory.policy_usd = self.rollout.tokens_usd(self.trajectory)
+        self.rollout.bill_ids(self.trajectory)
 
     def _append_sampled(self, turn: Completion):
         self.trajectory.append_sampled(turn.token_ids, turn.logprobs, turn.weight_versions)
-        self.trajectory.policy_usd = self.rollout.tokens_usd(self.trajectory)
+        self.rollout.bill_ids(self.trajectory)
 
     def _on_token(self, token: int, logprob: float):
         self._emit("text", self.stream.feed(token))
@@ -265,10 +265,10 @@ class Rollout:
         session = self.engine.session(prompt.ids)
         return EngineConversation(self._pump, attempt.index, session, self.price)
 
-    def tokens_usd(self, t: Trajectory) -> float:
-        """Returns the US dollars of the ids of an attempt so far."""
+    def bill_ids(self, t: Trajectory) -> None:
+        """Sets what the policy's tokens have cost so far, by the ids of an attempt."""
         sampled = sum(t.sampled)
-        return self.price.cost(len(t.ids) - sampled, sampled)
+        t.policy_usd = self.price.cost(len(t.ids) - sampled, sampled)
 
     def pump(self) -> Pump:
         """Returns what steps the engine for the attempts."""

@@ -63,9 +63,8 @@ class EndpointRollout(Rollout):
         self.server = Endpoint(url, "OPENAI_API_KEY")
         self.endpoint_price, self.spending = price, spending
 
-    def tokens_usd(self, t: Trajectory) -> float:
-        """Returns the US dollars so far: each request adds its own, as the server counts."""
-        return t.policy_usd
+    def bill_ids(self, t: Trajectory) -> None:
+        """Does nothing: each request is billed by the tokens that the server counts."""
 
     def open(self, attempt: Attempt, prompt: Prompt) -> EndpointConversation:
         """Opens a conversation that begins with the messages of a prompt."""
