@@ -33,6 +33,7 @@ OnEvent = Callable[[str, Any], None]
 
 DEFAULT_PRICE = Price(0.2, 0.2)
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of an attempt's prompts
+REPEATS = 3  # turns with the same calls and results, after which more would be the same again
 
 
 class Conversation(Protocol):
@@ -117,6 +118,8 @@ class Attempt:
                     return "infrastructure"
             if not self._observe(turn, parsed.content, results):
                 return "user_limit"
+            if self.rollout.ends_repeats and self._repeats():
+                break
         return "turn_limit"
 
     def _begin(self, prompt: Prompt):
@@ -201,6 +204,14 @@ class Attempt:
                 return None
         return turn.results
 
+    def _repeats(self) -> bool:
+        """Returns whether the last REPEATS turns made the same calls and had the same results."""
+        last = []
+        for turn in self.trajectory.turns[-REPEATS:]:
+            calls = [(call.name, call.arguments) for call in turn.calls]
+            last.append((calls, [result.content for result in turn.results]))
+        return bool(calls) and last.count(last[-1]) == REPEATS
+
     def _observe(self, turn: Turn, message: str, results: list[ToolResult]) -> bool:
         """Shows the policy the results of its calls, or the user's reply to its message.
 
@@ -235,7 +246,8 @@ class Rollout:
     ("append" or "rebuild"), and whether attempts run in lockstep. `price` and `seconds_per_token`
     are those of the policy's own tokens: a virtual clock, so that a run is a function of its seed.
     An attempt ends when a tool fails for reasons of the infrastructure; if it `survives_failures`,
-    the policy reads the error and goes on. `on_done` is called with each trajectory that has ended.
+    the policy reads the error and goes on. If it `ends_repeats`, an attempt ends after REPEATS
+    turns with the same calls and results. `on_done` is called with each trajectory that has ended.
     """
 
     engine: Any
@@ -245,6 +257,7 @@ class Rollout:
     price: Price = DEFAULT_PRICE
     seconds_per_token: float = SECONDS_PER_TOKEN
     survives_failures: bool = False
+    ends_repeats: bool = False
     on_done: Callable[[Trajectory], Any] | None = None
 
     def run(

@@ -33,7 +33,8 @@ class EndpointRollout(Rollout):
     """Plays attempts of `model`, "MODEL@URL", under the limits of our policy.
 
     Its tokens cost `price`, as the server counts them. Its latency is measured, request by request.
-    `spending` bounds what it costs. UserError unless URL is a base URL.
+    `spending` bounds what it costs. An attempt that only repeats itself ends, before all its turns
+    are paid for. UserError unless URL is a base URL.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class EndpointRollout(Rollout):
                 "max_completion_tokens": max_tokens,
             }
 
-        super().__init__(None, tokenizer, params, settings, Price(0.0, 0.0), seconds_per_token=0.0)
+        free = {"price": Price(0.0, 0.0), "seconds_per_token": 0.0}
+        super().__init__(None, tokenizer, params, settings, **free, ends_repeats=True)
         self.server = Endpoint(url, "OPENAI_API_KEY")
         self.endpoint_price, self.spending = price, spending
 

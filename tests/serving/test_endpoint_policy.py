@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -13,7 +14,7 @@ from functools import partial
 import pytest
 from miniature_tasks import environment, tasks_of
 from openai_server import openai_server, said
-from scripted import ANSWER, SETTINGS, echoing, play
+from scripted import ANSWER, SETTINGS, EchoTool, call, echoing, play
 
 from nanorchestra.agent.loop import Attempt
 from nanorchestra.model import chat
@@ -85,6 +86,30 @@ def test_a_recorded_attempt_is_the_conversation_that_the_endpoint_had(
         assert wrote == [i for turn in t.turns for i in range(turn.start, turn.end)]
         assert [i for i, logprob in enumerate(t.logprobs) if logprob is None] == wrote
     assert all(headers["Authorization"] == f"Bearer {KEY}" for headers in server.headers)
+
+
+def test_a_policy_that_only_repeats_itself_is_not_paid_for_to_the_last_turn(server, nano_tokenizer):
+    def asked(*texts):
+        calls = [said(None, [("echo", json.dumps({"text": text}))]) for text in texts]
+        server.answer, before = script(*calls, said("42")), len(server.bodies)
+        (t,) = run(server, nano_tokenizer)
+        return t, len(server.bodies) - before
+
+    t, requests = asked("a", *["b"] * 9)
+    assert (t.status, t.answer, requests, t.calls) == ("turn_limit", "", 4, {"echo": 4})
+    t, requests = asked("a", "a", "b", "b", "a", "a")
+    assert (t.status, t.answer, requests) == ("answered", "42", 7), "it has tried something else"
+    counts = itertools.count()
+
+    class Poll(EchoTool):
+        def call(self, arguments):
+            return ToolResult(f"{next(counts)} of 4 done")
+
+    server.answer = script(*[said(None, [HI])] * 5, said("42"))
+    (t,) = run(server, nano_tokenizer, echoing(Poll()))
+    assert (t.status, t.calls) == ("answered", {"echo": 5}), "each result was another"
+    ours, _ = play(nano_tokenizer, [call("a")] * 4 + [ANSWER], envs=[echoing()])
+    assert ours[0].status == "answered", "a policy that is trained learns it from its reward"
 
 
 THINK = "<think>\n{}\n</think>\n\n"
