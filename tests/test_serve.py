@@ -33,7 +33,9 @@ from nanorchestra.model import chat
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.report.terminal import Console
+from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, replay
+from tools import PythonTool
 from worlds.miniature.ask import EXAMPLES
 from worlds.terminal import (
     COMMANDS,
@@ -325,6 +327,28 @@ def test_ctrl_c_stops_an_answer_at_once_and_shows_its_cost(talk, monkeypatch, ca
         terminal.rollout.engine.sessions[1].prompt
     )
     assert not failures and capsys.readouterr().err.startswith("serve.py: /frob: no such command")
+
+
+def test_ctrl_c_stops_code_that_runs_and_quit_does_not_wait_for_it(talk):
+    pressed = []
+
+    def press():
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    class Interrupted(PythonTool):
+        def call(self, arguments):
+            threading.Timer(0.3, press).start()
+            return super().call(arguments)
+
+    with Sandbox(1) as box:
+        tool = Interrupted("python", "Runs it.", box, timeout_s=60.0)
+        code = think("t", "python", code="while True: pass")
+        terminal, out = talk(code, tools=[tool])
+        terminal.at_prompt = True
+        assert serve.converse(terminal, ["anything", "/quit", "never asked"]) == 1
+        assert "answer none (stopped)" in out()
+    assert time.monotonic() - pressed[0] < 1.0, "the worker of the sandbox is gone"
 
 
 def test_tokens_of_a_stopped_turn_are_kept_and_billed(talk):
