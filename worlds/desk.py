@@ -71,21 +71,21 @@ WISHES = {
         ("Be quick.", "I am in a hurry.", "I cannot wait.", "As fast as you can."),
     ),
 }
-# A note that names a row, a matter or a value. It mentions another word, too, so that only a reader
-# of the sentence knows which one to follow; the sentences are the same for all that a word can be.
+# A note that names a row, a matter or a value, such as "trial 388". It mentions another, too, so
+# that only a reader of the sentence knows which one to follow.
 NOTES = (
-    "The {other} is closed, see {word} {number}.",
-    "Filed under {word} {number}, not under {other}.",
-    "No {other} any more, it moved to {word} {number}.",
-    "{number} is the {word} that came after the {other}.",
-    "Under number {number} of the {word}, the {other} knows no more.",
-    "Ask about the {word} with the number {number}, the {other} left.",
-    "Kept by {word} {number} since the {other} left.",
-    "The {other} says, look for {word} {number}.",
-    "It came from a {other} and went to {word} {number}.",
-    "Once a {other}, now {word} {number}.",
-    "{word} {number} has it, the {other} has not.",
-    "Look for the {word}, number {number}, not for the {other}.",
+    "As {other} is closed, see {word}.",
+    "Filed under {word}, not under {other}.",
+    "No {other} any more, it moved to {word}.",
+    "It is {word} that came after {other}.",
+    "See {word}, since {other} knows no more.",
+    "Ask about {word}, for {other} left.",
+    "Kept by {word} since {other} left.",
+    "Ask not {other} but {word}.",
+    "It came from {other} and went to {word}.",
+    "Once {other}, now {word}.",
+    "Now {word} has it, {other} has not.",
+    "Look for {word}, not for {other}.",
 )
 PRODUCTS = (
     "Price {}, count {}.",
@@ -134,7 +134,7 @@ class Desk:
             answer = math.prod(factors)
         notes: dict[str, Json] = {}
         for (table, row), following in pairwise(trail):
-            notes[table] = {str(row): {"note": draw_note(rng, table, *following)}}
+            notes[table] = {str(row): {"note": draw_note(rng, split, table, *following)}}
 
         wish = rng.choice(list(WISHES))
         weights, words = WISHES[wish]
@@ -255,18 +255,19 @@ def draw_question(rng: random.Random, word: str | int, number: int) -> str:
     return f"What is the {rng.choice(FIELDS)} of {word} {number}?"
 
 
-def draw_note(rng: random.Random, table: str, word: str | int, number: int) -> str:
+def draw_note(rng: random.Random, split: str, table: str, word: str | int, number: int) -> str:
     """Returns the note of a row of `table` that leads to a word and a number, or to two numbers."""
     if isinstance(word, int):
         return rng.choice(PRODUCTS).format(word, number)
     other = rng.choice([each for each in WORDS if each not in (table, word)])
-    return rng.choice(NOTES).format(word=word, number=number, other=other)
+    other_number = rng.randint(10, 99) if other in FIELDS else draw_id(rng, split)
+    return rng.choice(NOTES).format(word=f"{word} {number}", other=f"{other} {other_number}")
 
 
 # What reads the sentences again.
 
 SENTENCES = [
-    re.compile(note.format(word="(?P<word>[a-z]+)", number=r"(?P<number>\d+)", other="[a-z]+"))
+    re.compile(note.format(word=r"(?P<word>[a-z]+) (?P<number>\d+)", other=r"[a-z]+ \d+"))
     for note in NOTES
 ]
 

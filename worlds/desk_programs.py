@@ -8,7 +8,6 @@ the experts, or takes all experts for equally good.
 A program is a generator: it yields calls, is sent their results, and returns the answer.
 """
 
-import re
 from collections.abc import Callable, Generator
 from functools import partial
 from itertools import permutations
@@ -51,7 +50,7 @@ def route(task: Task, skills: Skills) -> Program:
     if words[0] in SUBJECT:
         return (yield from consult(task, words, skills, calls=0))
     result = yield step_for(words)
-    return re.findall(r"\d+", result.content)[-1]
+    return named(result.content)[-1]
 
 
 def follow(task: Task, skills: Skills) -> Program:
