@@ -156,14 +156,16 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         attempts = play_step(config, world, player, rollout_ranks, spending, step)
 
         # Rewards and advantages, group by group.
-        kept, left_out = [], Counter()  # attempts in the loss by task, and the others by reason
+        groups, left_out = [], []  # what is learnt from; why the other attempts are not in the loss
         for task, members in attempts.groups(grpo.group_size):
-            usable, reasons = score_group(task, members, grpo, own_reward, ranks)
-            kept.append(usable)
+            reward_group(task, members, grpo, own_reward, ranks)
+            group, reasons = group_in_loss(members, grpo)
+            if group.samples:
+                groups.append(group)
             left_out += reasons
 
         # Update: one optimizer step, or with grpo.mini_batch several.
-        update = learn(trainer, kept, grpo, step, rollout.temperature)
+        update = learn(trainer, groups, grpo, step, rollout.temperature)
 
         # Publish: the engine samples the next attempts from the new weights. Without an update
         # too: the version counts steps, and no KV pages are cached, as in a resumed run.
@@ -214,16 +216,29 @@ def play_step(
     return attempts
 
 
-def score_group(
+def reward_group(
     task: Task,
     members: list[Trajectory],
     grpo: GrpoSection,
     own_reward: UserReward | None,
     ranks: Ranks,
-) -> tuple[list[Trajectory], Counter[str]]:
-    """Writes reward and advantage on the members of a group, the attempts at a task.
+) -> None:
+    """Writes the rewards of the attempts at a task that the infrastructure did not fail."""
+    valid = [attempt for attempt in members if attempt.status != "infrastructure"]
+    if grpo.bounds == "group":  # R(tau) = r_out(tau) Mn(tau) . P, ToolOrchestra section 3
+        rewards = group_rewards(valid, task.preference)
+    else:  # in absolute form, comparable across steps: reward.task_rewards
+        rewards = task_rewards(valid, task.preference, task.bounds)
+    if own_reward:  # one process calls it, so that all have the same
+        rewards = ranks.broadcast(own_reward(task, valid, rewards) if ranks.first else rewards)
+    for attempt, reward in zip(valid, rewards, strict=True):
+        attempt.reward = float(reward)
 
-    Returns the members that enter the loss, and how many others do not, by reason:
+
+def group_in_loss(members: list[Trajectory], grpo: GrpoSection) -> tuple[Group, list[str]]:
+    """Writes the advantages of the attempts at a task, and returns those in the loss as samples.
+
+    Returns also why each of the others is not in the loss:
 
     "infrastructure"  a tool failed, not the policy: in no mean
     "homogeneous"     the rewards of the group are too much alike (`group_advantages`)
@@ -232,47 +247,30 @@ def score_group(
     """
     objective = OBJECTIVES[grpo.objective]
     valid = [attempt for attempt in members if attempt.status != "infrastructure"]
-    if grpo.bounds == "group":  # R(tau) = r_out(tau) Mn(tau) . P, ToolOrchestra section 3
-        rewards = group_rewards(valid, task.preference)
-    else:  # in absolute form, comparable across steps: reward.task_rewards
-        rewards = task_rewards(valid, task.preference, task.bounds)
-    if own_reward:  # one process calls it, so that all have the same
-        rewards = ranks.broadcast(own_reward(task, valid, rewards) if ranks.first else rewards)
-    rewards = [float(reward) for reward in rewards]
-    for attempt, reward in zip(valid, rewards, strict=True):
-        attempt.reward = reward
-
-    left_out = Counter(attempt.status for attempt in members if attempt.status == "infrastructure")
+    left_out = ["infrastructure"] * (len(members) - len(valid))
     # A(tau) = (R(tau) - mean R) / std R over the group, DeepSeekMath section 4.1.2
+    rewards = [attempt.reward for attempt in valid]
     advantages = group_advantages(rewards, grpo.min_std, objective.boost)
     if advantages is None:
-        left_out.update("homogeneous" for _ in valid)
-        return [], left_out
+        return Group([], 0), left_out + ["homogeneous"] * len(valid)
     kept = []
     for attempt, advantage in zip(valid, advantages, strict=True):
         if objective.drop_invalid_format and not gave_answer(attempt):
-            left_out["invalid_format"] += 1
+            left_out.append("invalid_format")
         else:
             attempt.advantage = advantage
             kept.append(attempt)
-    return kept, left_out
+    return as_group(kept, objective.drop_invalid_format), left_out
 
 
 def learn(
-    trainer: Trainer,
-    kept: list[list[Trajectory]],
-    grpo: GrpoSection,
-    step: int,
-    temperature: float,
+    trainer: Trainer, groups: list[Group], grpo: GrpoSection, step: int, temperature: float
 ) -> dict[str, float]:
     """Makes the updates of a step: one, or with grpo.mini_batch several.
 
-    kept: the attempts in the loss, by task, with their advantages. Returns the metrics of the step,
-    {} if there is nothing to learn from. All ranks call it with the same attempts.
+    Returns the metrics of the step, {} if there are no groups to learn from. All ranks call it with
+    the same groups.
     """
-    drop = OBJECTIVES[grpo.objective].drop_invalid_format
-    groups = [as_group(members, drop) for members in kept]
-    groups = [group for group in groups if group.samples]
     if not groups:
         return {}
     learning_rate = scheduled(
@@ -482,19 +480,20 @@ def play_held_out(
 def record(
     run: TrainingRun,
     attempts: Attempts,
-    left_out: Counter[str],
+    left_out: list[str],
     update: dict[str, float],
     spending: Spending,
     publish_s: float,
 ) -> None:
     """Records a step of GRPO, and the attempts of its first group, or all if it was skipped.
 
-    left_out: how many attempts are not in the loss, by reason. publish_s: seconds of `publish`.
+    left_out: why attempts are not in the loss, each of them. publish_s: seconds of `publish`.
     """
     group_size = run.config.grpo.group_size
+    filtered = Counter(left_out)
     row = metrics.measure(attempts.tasks, attempts.trajectories, group_size) | {
         "tokens_per_s": attempts.tokens_per_s,
-        "filtered": {why: count / len(attempts.tasks) for why, count in left_out.items()},
+        "filtered": {why: count / len(attempts.tasks) for why, count in filtered.items()},
         "retried": attempts.repeated,
         "rewritten": rewritten_share(attempts.trajectories),
         "bill_usd": spending.total(),

@@ -44,7 +44,7 @@ from nanorchestra.tools.spending import Spending
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.trajectories import from_row, replay, to_row
 from tools import LookupTool, PythonTool, load_tools
-from train import score_group
+from train import group_in_loss, reward_group
 from worlds.routers import OfferedExpert, ask_until_two_agree
 
 
@@ -195,8 +195,10 @@ def test_an_expert_that_is_down_costs_its_group_an_attempt_and_no_reward(
         caused.status == "answered" and "HTTP 400: too long" in caused.turns[0].results[0].content
     )
     grpo = GrpoSection(min_std=0.0)
-    kept, left_out = score_group(envs[0].task, group, grpo, None, Ranks())
-    assert kept == group[:2] and left_out == {"infrastructure": 1}
+    reward_group(envs[0].task, group, grpo, None, Ranks())
+    learnt, left_out = group_in_loss(group, grpo)
+    assert [sample.ids for sample in learnt.samples] == [attempt.ids for attempt in group[:2]]
+    assert left_out == ["infrastructure"]
     right, wrong, failed = (attempt.advantage for attempt in group)
     assert right > 0 > wrong and failed == 0.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -64,18 +65,22 @@ def advantages_of(monkeypatch):
         attempts = []
         for reward, has_answer in zip(rewards, answered or [True] * len(rewards), strict=True):
             status = "infrastructure" if reward is None else "answered"
-            turns, sampled = [Turn(1, 2, "stop")], [False, True]
-            attempt = Trajectory("t", 0, 1, [5, 6], sampled, turns=turns, status=status)
-            attempt.answer = "42" if has_answer else ""
+            turns, ids = [Turn(1, 2, "stop")], [5, len(attempts)]
+            attempt = Trajectory("t", 0, 1, ids, [False, True], [0.0, -1.0], turns=turns)
+            attempt.status, attempt.answer = status, "42" if has_answer else ""
             attempts.append(attempt)
         paid = [reward for reward in rewards if reward is not None]
         monkeypatch.setattr(train, "group_rewards", lambda attempts, preference: paid)
         grpo = GrpoSection(min_std=0.0, **settings)
-        kept, left_out = train.score_group(Task("t", "?"), attempts, grpo, None, Ranks())
+        train.reward_group(Task("t", "?"), attempts, grpo, None, Ranks())
         assert [attempt.reward for attempt in attempts] == [reward or 0.0 for reward in rewards]
-        assert all(attempt.advantage == 0.0 for attempt in attempts if attempt not in kept)
-        advantages = [a.advantage if any(a is k for k in kept) else None for a in attempts]
-        return advantages, {reason: count for reason, count in left_out.items() if count}
+        group, left_out = train.group_in_loss(attempts, grpo)
+        advantages = [None] * len(attempts)
+        for sample in group.samples:
+            _, number = sample.ids
+            advantages[number] = sample.advantage
+        assert [attempt.advantage for attempt in attempts] == [a or 0.0 for a in advantages]
+        return advantages, Counter(left_out)
 
     return scored
 
