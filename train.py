@@ -36,6 +36,7 @@ if __name__ == "__main__":
 import math
 import shutil
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -73,12 +74,13 @@ from nanorchestra.training.build import (
 from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
 from nanorchestra.training.distributed import Ranks, backward
 from nanorchestra.training.grpo import (
+    CLIP_HIGH,
+    CLIP_LOW,
     OBJECTIVES,
     as_group,
     bounded_exp,
     gave_answer,
     group_advantages,
-    rewritten_share,
 )
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.packing import Group, MicroBatch, mini_batches, samples_in
@@ -277,7 +279,7 @@ def learn(
         step, grpo.learning_rate, grpo.steps, grpo.warmup_steps, grpo.final_fraction
     )
     if grpo.mini_batch:  # the ratio of every update is to the policy before the first
-        trainer.compute_old_logprobs(groups, temperature)
+        trainer.compute_first_logprobs(groups, temperature)
     updates = []
     for part in mini_batches(groups, grpo.mini_batch):
         updates.append(policy_update(trainer, part, grpo, learning_rate, temperature))
@@ -289,66 +291,73 @@ def policy_update(
     groups: list[Group],
     grpo: GrpoSection,
     learning_rate: float,
-    temperature: float = 1.0,
+    temperature: float,
 ) -> dict[str, float]:
     """Makes one optimizer step on the samples of all ranks; returns its metrics.
 
     All ranks call it with the same groups. temperature: the sampler's. With grpo.mini_batch the
-    samples have old_logprobs.
+    samples have first_logprobs.
 
     Metrics are means over the ids in the loss: `loss`, `entropy` in nats, the terms of
     `policy_loss`, and the mismatch between sampler and trainer (`UpdateMetrics.add_mismatch`);
     and those of `Trainer.optimizer_step`.
     """
     objective = OBJECTIVES[grpo.objective]
-    count = sum(sample.count for sample in samples_in(groups))  # ids in the loss, on all ranks
-    sums = UpdateMetrics(count)
+    loss_ids = sum(sample.loss_ids for sample in samples_in(groups))  # on all ranks
+    sums = UpdateMetrics(loss_ids)
     micro_batches = trainer.micro_batches(groups)  # this rank's; every rank has equally many
     for batch in micro_batches:
         hidden = trainer.hidden(batch)  # [N, hidden], of the N ids in the loss
         trainer_logprobs, entropy = trainer.logprobs(hidden, batch, temperature)  # [N], [N]
+        # The trainer's before this step: with one update, those of now.
+        first_logprobs = batch.first_logprobs if grpo.mini_batch else trainer_logprobs.detach()
         kl = None  # [N]
         if grpo.kl_coef:
             kl = trainer.kl_to_reference(hidden, trainer_logprobs, batch, objective.kl, temperature)
-        loss, terms = policy_loss(trainer_logprobs, entropy, kl, batch, grpo, count)
+        losses, terms = policy_loss(trainer_logprobs, first_logprobs, entropy, kl, batch, grpo)
+        loss = losses.sum() / loss_ids  # a share of the mean; without ids 0, and it has a graph
         backward(loss, trainer.model, trainer.ranks, last=batch is micro_batches[-1])
 
-        sums.add(loss=loss * count, entropy=entropy, **terms)  # means are sums / count
-        before_step = batch.old_logprobs if grpo.mini_batch else trainer_logprobs
-        sums.add_mismatch(batch.sampler_logprobs, before_step)
+        sums.add(loss=loss * loss_ids, entropy=entropy, **terms)  # means are sums / loss_ids
+        sums.add_mismatch(batch.sampler_logprobs, first_logprobs)
         sums.flops += trainer.flops(batch, reference=kl is not None)
 
-    return trainer.optimizer_step(groups, learning_rate, sums)
+    update = sums.read(trainer.ranks)
+    return update | trainer.optimizer_step(learning_rate, finite=math.isfinite(update["loss"]))
 
 
 def policy_loss(
     trainer_logprobs: Tensor,
+    first_logprobs: Tensor,
     entropy: Tensor,
     kl: Tensor | None,
     batch: MicroBatch,
     grpo: GrpoSection,
-    count: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns a micro-batch's part of the loss, and terms of it for the metrics.
+    """Returns the loss at each id in the loss, [N], and terms of it for the metrics.
 
-    With one update a step, as without grpo.mini_batch, the ratio is 1 up to rounding: the clips do
-    nothing, and the gradient is that of -A v log pi, plus that of the KL term. The clips act from
-    the second update of a step on.
+    With one update a step, as without grpo.mini_batch, the ratio is 1 but for the difference of
+    sampler and trainer, and with an importance cap exactly 1. Where the clips do nothing, the
+    gradient is that of -A v log pi, plus that of the KL term. They are for the later updates of a
+    step.
 
-    trainer_logprobs, entropy and kl are fp32 [N], one entry per id in the loss. count: ids in the
-    loss of the whole update. The loss is a scalar, with gradients into trainer_logprobs and kl;
-    with N = 0 it is 0 and has a graph. Terms, each [N]: `clip_fraction`, 1 where the clip stops the
-    id's gradient (the dual clip is not counted); `kl`; and with an importance cap `importance`, the
-    weight v.
+    trainer_logprobs, first_logprobs (the trainer's before the first update of the step), entropy
+    and kl are fp32 [N]. Gradients flow into trainer_logprobs and kl. Terms, each [N]:
+    `clip_fraction`, 1 where the clip stops the id's gradient (the dual clip is not counted); `kl`;
+    and with an importance cap `importance`, the weight v.
     """
     objective = OBJECTIVES[grpo.objective]
     advantages = batch.advantages
     if grpo.min_entropy:  # an id counts where the policy chooses, not where it copies
         advantages = torch.where(entropy >= grpo.min_entropy, advantages, 0.0)
 
-    old_logprobs = log_pi_old(trainer_logprobs, batch, grpo)
+    # pi_old, the policy before this step: as the trainer computes it, or if there is one update and
+    # no weight v that corrects for the sampler, as the sampler did.
+    old_logprobs = batch.sampler_logprobs
+    if grpo.mini_batch or grpo.importance_cap:
+        old_logprobs = first_logprobs
     ratio = bounded_exp(trainer_logprobs - old_logprobs)  # r = pi / pi_old, [N]
-    clipped_ratio = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    clipped_ratio = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     # PPO (1707.06347), equation (7); ToolOrchestra, (4)
     free, bounded = -advantages * ratio, -advantages * clipped_ratio
     losses = torch.maximum(free, bounded)
@@ -366,20 +375,7 @@ def policy_loss(
     if kl is not None:
         terms["kl"] = kl.detach()
         losses = losses + grpo.kl_coef * kl
-    return losses.sum() / count, terms
-
-
-def log_pi_old(trainer_logprobs: Tensor, batch: MicroBatch, grpo: GrpoSection) -> Tensor:
-    """Returns the log-probabilities of pi_old, the policy before this step, [N].
-
-    With several updates a step they are computed before the first. With one update they are the
-    trainer's of now, where the weight v corrects for the sampler; else the sampler's.
-    """
-    if grpo.mini_batch:
-        return batch.old_logprobs
-    if grpo.importance_cap:
-        return trainer_logprobs.detach()
-    return batch.sampler_logprobs
+    return losses, terms
 
 
 def warm_start(run: TrainingRun, trainer: Trainer, demonstrations: Demonstrations) -> None:
@@ -387,10 +383,12 @@ def warm_start(run: TrainingRun, trainer: Trainer, demonstrations: Demonstration
     for step in run.steps(
         run.config.warm_start.steps, enough=lambda: demonstrations.learnt(run.progress)
     ):
+        started = time.monotonic()
         groups = demonstrations.groups(step, run.progress.lesson_tools, run.ranks)
         update = supervised_update(trainer, groups, demonstrations.learning_rate(step))
         demonstrations.advance(run.progress, update["loss"])
-        row = {"teacher_kl": run.progress.teacher_kl}
+        tokens_per_s = sum(group.tokens for group in groups) / (time.monotonic() - started)
+        row = {"teacher_kl": run.progress.teacher_kl, "tokens_per_s": tokens_per_s}
         run.record_step(row, update, {"demonstrations": demonstrations.seconds})
 
 
@@ -402,16 +400,17 @@ def supervised_update(
     `loss` is the mean negative log-likelihood of the ids in the loss, and `entropy` their mean
     entropy, both in nats. The others are those of `Trainer.optimizer_step`.
     """
-    count = sum(sample.count for sample in samples_in(groups))
-    sums = UpdateMetrics(count)
+    loss_ids = sum(sample.loss_ids for sample in samples_in(groups))
+    sums = UpdateMetrics(loss_ids)
     micro_batches = trainer.micro_batches(groups)
     for batch in micro_batches:
         logprobs, entropy = trainer.logprobs(trainer.hidden(batch), batch)  # [N], [N]
-        loss = -logprobs.sum() / count
+        loss = -logprobs.sum() / loss_ids
         backward(loss, trainer.model, trainer.ranks, last=batch is micro_batches[-1])
         sums.add(loss=-logprobs, entropy=entropy)
         sums.flops += trainer.flops(batch)
-    return trainer.optimizer_step(groups, learning_rate, sums)
+    update = sums.read(trainer.ranks)
+    return update | trainer.optimizer_step(learning_rate, finite=math.isfinite(update["loss"]))
 
 
 def evaluate(
@@ -495,7 +494,7 @@ def record(
         "tokens_per_s": attempts.tokens_per_s,
         "filtered": {why: count / len(attempts.tasks) for why, count in filtered.items()},
         "retried": attempts.repeated,
-        "rewritten": rewritten_share(attempts.trajectories),
+        "rewritten": metrics.rewritten_share(attempts.trajectories),
         "bill_usd": spending.total(),
     }
     skipped = update.get("skipped") == 1

@@ -316,6 +316,18 @@ class Trajectory:
             seconds += turn.calls_s
         return seconds
 
+    def contexts(self) -> list[tuple[int, int, int]]:
+        """Returns (begin, start, end) of each context: one, or one per turn.
+
+        ids[begin:start] is its prompt, ids[start:end] all that follows.
+        """
+        starts = {}
+        for turn in self.turns:
+            starts.setdefault(turn.context, turn.start)
+        starts = starts or {0: self.prompt_length}
+        ends = [*list(starts)[1:], len(self.ids)]
+        return list(zip(starts.keys(), starts.values(), ends, strict=True))
+
     def append_given(self, ids: list[int]) -> None:
         """Appends ids that the policy reads: a prompt, or observations."""
         self.ids += ids

@@ -66,14 +66,14 @@ def generate(engine):
 
 def update(trainer, groups, learning_rate):
     """Makes one optimizer step, of an update whose ratio is 1; returns its metrics."""
-    sums = UpdateMetrics(sum(sample.count for group in groups for sample in group.samples))
+    sums = UpdateMetrics(sum(sample.loss_ids for group in groups for sample in group.samples))
     for batch in trainer.micro_batches(groups):
         logprobs, entropy = trainer.logprobs(trainer.hidden(batch), batch)
-        loss = -(batch.advantages * (logprobs - logprobs.detach()).exp()).sum() / sums.count
-        loss.backward()
-        sums.add(loss=loss * sums.count, entropy=entropy)
+        losses = -batch.advantages * (logprobs - logprobs.detach()).exp()
+        (losses.sum() / sums.loss_ids).backward()
+        sums.add(loss=losses, entropy=entropy)
         sums.add_mismatch(batch.sampler_logprobs, logprobs)
-    return trainer.optimizer_step(groups, learning_rate, sums)
+    return sums.read(trainer.ranks) | trainer.optimizer_step(learning_rate, finite=True)
 
 
 def main():

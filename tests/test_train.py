@@ -270,7 +270,7 @@ def test_only_a_second_sigint_ends_the_run_at_once():
 
 
 def test_steps_that_are_not_finite_are_recorded_and_end_the_run(make_training, monkeypatch):
-    bad = {"loss": math.nan, "skipped": 1.0, "tokens": 9.0, "flops": 0.0}
+    bad = {"loss": math.nan, "skipped": 1.0, "flops": 0.0}
     monkeypatch.setattr(program, "supervised_update", lambda *args: bad)
 
     monkeypatch.setattr(program, "policy_update", lambda *args: bad)
@@ -322,7 +322,7 @@ def test_every_mini_batch_is_an_update_and_their_metrics_are_one_row(make_traini
     def counted(trainer, groups, *arguments, **options):
         samples = samples_in(groups)
         sizes.append(len(samples))
-        assert all(sample.old_logprobs for sample in samples)
+        assert all(sample.first_logprobs for sample in samples)
         return update(trainer, groups, *arguments, **options)
 
     monkeypatch.setattr(program, "policy_update", counted)

@@ -170,6 +170,15 @@ def measure(tasks: Sequence[Task], attempts: Sequence[Trajectory], group_size: i
     }
 
 
+def rewritten_share(attempts: Sequence[Trajectory]) -> float:
+    """Returns the share of turns, after the first of an attempt, with a prompt of their own.
+
+    With rebuilt context it is 1. An agent that rewrites what was said before raises it from 0.
+    """
+    following = sum(max(0, len(attempt.turns) - 1) for attempt in attempts)
+    return sum(len(attempt.contexts()) - 1 for attempt in attempts) / max(1, following)
+
+
 def compare(played: dict[str, Pairs], unpriced: Collection[str] = ()) -> dict[str, Json]:
     """Returns the summary of each policy by its name, with `behind`: what the first one has more.
 

@@ -113,7 +113,9 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
         done = timed("rollout", lambda: engine.generate(prompts, params))
         rewards = [sum(completion.token_ids) % 97 / 97 for completion in done]
         groups = groups_of(prompts, done, rewards, size, boost)
-        update = timed("update", lambda groups=groups: policy_update(trainer, groups, grpo, 1e-6))
+        update = timed(
+            "update", lambda groups=groups: policy_update(trainer, groups, grpo, 1e-6, 1.0)
+        )
         assert not update["skipped"], "the loss or the gradient is not finite"
 
     figures = {f"{phase}_s": elapsed for phase, elapsed in times.items()}

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from nanorchestra.records import Trajectory
 from nanorchestra.training.packing import Group, Sample
-from nanorchestra.training.trajectories import contexts
 
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28  # the ratio is clipped to 1 - CLIP_LOW .. 1 + CLIP_HIGH
 EPSILON = 1e-6  # of the published formula of advantages, beside the standard deviation
 MAX_LOG_RATIO = 20.0  # keeps exp finite, where a surrogate has no bound of its own
 
@@ -40,8 +40,6 @@ class Objective:
     What a run chooses beside it, kl_coef and the like, stands in [grpo] of its config.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.28
     dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
     kl: Literal["full", "k2"] = "full"  # exact over the vocabulary, or an estimate
     boost: float = 0.0  # added to advantages of at least 1
@@ -81,7 +79,7 @@ def group_advantages(
     return advantages
 
 
-def ids_in_loss(attempt: Trajectory, drop_invalid_format: bool = False) -> list[bool]:
+def loss_mask(attempt: Trajectory, drop_invalid_format: bool = False) -> list[bool]:
     """Returns which ids enter the loss: sampled ones.
 
     drop_invalid_format: without those of badly formed turns.
@@ -96,7 +94,7 @@ def ids_in_loss(attempt: Trajectory, drop_invalid_format: bool = False) -> list[
 def gave_answer(attempt: Trajectory) -> bool:
     """Returns whether an attempt ended with an answer, and has a well-formed turn to learn from."""
     answered = attempt.status == "answered" and bool(attempt.answer)
-    return answered and any(ids_in_loss(attempt, drop_invalid_format=True))
+    return answered and any(loss_mask(attempt, drop_invalid_format=True))
 
 
 def as_group(attempts: Sequence[Trajectory], drop_invalid_format: bool = False) -> Group:
@@ -108,8 +106,8 @@ def as_group(attempts: Sequence[Trajectory], drop_invalid_format: bool = False) 
     prompts = []
     samples = []
     for attempt in attempts:
-        mask = ids_in_loss(attempt, drop_invalid_format)
-        for begin, start, end in contexts(attempt):
+        mask = loss_mask(attempt, drop_invalid_format)
+        for begin, start, end in attempt.contexts():
             if any(mask[begin:end]):
                 ids, logprobs = attempt.ids[begin:end], attempt.logprobs[begin:end]
                 prompts.append(attempt.ids[begin:start])
@@ -117,24 +115,6 @@ def as_group(attempts: Sequence[Trajectory], drop_invalid_format: bool = False) 
     return Group(samples, len(commonprefix(prompts)))
 
 
-def rewritten_share(attempts: Sequence[Trajectory]) -> float:
-    """Returns the share of turns, after the first of an attempt, with a prompt of their own.
-
-    With rebuilt context it is 1. An agent that rewrites what was said before raises it from 0.
-    """
-    following = sum(max(0, len(attempt.turns) - 1) for attempt in attempts)
-    return sum(len(contexts(attempt)) - 1 for attempt in attempts) / max(1, following)
-
-
 def bounded_exp(log_ratio: Tensor) -> Tensor:
     """Returns exp(log_ratio), finite also for log-ratios beyond +-20."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def kl_estimate(trainer_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Returns the estimate k2 of KL(policy || reference) at each id (Schulman 2020), [N].
-
-    It is d^2 / 2 with d = trainer_logprobs - ref_logprobs. Its gradient on policy is that of the
-    KL.
-    """
-    return (trainer_logprobs - ref_logprobs).square() / 2

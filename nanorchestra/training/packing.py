@@ -22,22 +22,22 @@ SHARED_IDS = 16  # a shared prefix shorter than this costs more as a segment tha
 class Sample:
     """The ids of one attempt, or of one turn of an attempt, its prompt included.
 
-    in_loss and sampler_logprobs have one entry per id: whether the id enters the loss (the policy
+    loss_mask and sampler_logprobs have one entry per id: whether the id enters the loss (the policy
     sampled it), and the log-probability under the distribution that it was drawn from.
-    old_logprobs: of a step of several updates the trainer's before the first, one for each id in
-    the loss (`Trainer.compute_old_logprobs`). None where a step is one update.
+    first_logprobs: of a step of several updates the trainer's before the first, one for each id in
+    the loss (`Trainer.compute_first_logprobs`). None where a step is one update.
     """
 
     ids: list[int]
-    in_loss: list[bool]
+    loss_mask: list[bool]
     sampler_logprobs: list[float]
     advantage: float = 0.0
-    old_logprobs: list[float] | None = None
+    first_logprobs: list[float] | None = None
 
     @property
-    def count(self) -> int:
+    def loss_ids(self) -> int:
         """How many ids enter the loss."""
-        return sum(self.in_loss)
+        return sum(self.loss_mask)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class MicroBatch:
     targets           int64, the id itself
     advantages        float32
     sampler_logprobs  float32
-    old_logprobs      float32, None where the samples have none
+    first_logprobs    float32, None where the samples have none
     """
 
     samples: list[Sample]
@@ -87,7 +87,7 @@ class MicroBatch:
     targets: Tensor
     advantages: Tensor
     sampler_logprobs: Tensor
-    old_logprobs: Tensor | None
+    first_logprobs: Tensor | None
 
 
 def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> MicroBatch:
@@ -98,17 +98,17 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> MicroBa
     """
     samples = samples_in(groups)
     layout = _lay_as_tree([sample.ids for sample in samples] or [[0]])
-    source, targets, advantages, sampler_logprobs, old_logprobs = [], [], [], [], []
+    source, targets, advantages, sampler_logprobs, first_logprobs = [], [], [], [], []
     for sample, places in zip(samples, layout.places, strict=False):
         for i, token in enumerate(sample.ids):
-            if sample.in_loss[i]:
+            if sample.loss_mask[i]:  # never the first id, which nothing predicts
                 source.append(places[i - 1])
                 targets.append(token)
                 advantages.append(sample.advantage)
                 sampler_logprobs.append(sample.sampler_logprobs[i])
-        old_logprobs += sample.old_logprobs or []
+        first_logprobs += sample.first_logprobs or []
     # An idle rank, without samples, takes part in either kind of update.
-    have_old = all(sample.old_logprobs is not None for sample in samples)
+    have_first = all(sample.first_logprobs is not None for sample in samples)
 
     def integers(values):
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -121,12 +121,12 @@ def pack(groups: Sequence[Group], device: torch.device | str = "cpu") -> MicroBa
         tokens=integers(layout.tokens),
         positions=integers(layout.positions),
         attention=PackedAttention(layout.segments),
-        pairs=sum(layout.positions) + len(layout.positions),
+        pairs=sum(position + 1 for position in layout.positions),
         source=integers(source),
         targets=integers(targets),
         advantages=floats(advantages),
         sampler_logprobs=floats(sampler_logprobs),
-        old_logprobs=floats(old_logprobs) if have_old else None,
+        first_logprobs=floats(first_logprobs) if have_first else None,
     )
 
 

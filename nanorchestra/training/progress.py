@@ -226,12 +226,10 @@ class TrainingRun:
         mfu = None
         if update and self._peak_flops:
             mfu = update["flops"] / train_s / self._peak_flops / self.ranks.world_size
-        if progress.phase == "warm_start":
-            row = row | {"tokens_per_s": update["tokens"] / whole}
         memory_mb = peak_memory_mb()
         if self.ranks.device.type == "cuda":
             memory_mb = torch.cuda.max_memory_allocated() / 2**20
-        shown = {name: value for name, value in update.items() if name not in ("flops", "tokens")}
+        shown = {name: value for name, value in update.items() if name != "flops"}
         row = {
             "phase": progress.phase,
             "step": progress.step,

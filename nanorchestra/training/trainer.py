@@ -17,7 +17,7 @@ from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.sharded import is_sharded
 from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.distributed import Ranks, shard_model
-from nanorchestra.training.grpo import bounded_exp, kl_estimate
+from nanorchestra.training.grpo import bounded_exp
 from nanorchestra.training.logprobs import full_kl, token_logprobs
 from nanorchestra.training.optimizers import build_optimizers
 from nanorchestra.training.packing import Group, MicroBatch, divide, pack, samples_in
@@ -30,11 +30,11 @@ class UpdateMetrics:
     """Sums over the ids of an update, kept on the device until its end.
 
     Reading a number waits for the device, so it is done once an update, not once a micro-batch.
-    count: the ids in the loss, on all ranks.
+    loss_ids: how many ids are in the loss, on all ranks.
     """
 
-    def __init__(self, count: int):
-        self.count = count
+    def __init__(self, loss_ids: int):
+        self.loss_ids = loss_ids
         self.flops = 0.0  # of this rank
         self._sums: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
@@ -69,7 +69,9 @@ class UpdateMetrics:
         values = torch.stack([*self._sums.values(), *self._largest.values()]).tolist()
         own = dict(zip(names, values, strict=True)) | {"flops": self.flops}
         every_rank = ranks.all_gather(own)
-        metrics = {name: sum(part[name] for part in every_rank) / self.count for name in self._sums}
+        metrics = {}
+        for name in self._sums:
+            metrics[name] = sum(part[name] for part in every_rank) / self.loss_ids
         for name in self._largest:
             metrics[name] = max(part[name] for part in every_rank)
         metrics["flops"] = sum(part["flops"] for part in every_rank)
@@ -79,6 +81,7 @@ class UpdateMetrics:
 class Trainer:
     """A model with its optimizers. Nothing here is random.
 
+    `optimizer` is that of the warm start; `begin_grpo` takes that of GRPO in its place.
     The model is plain, or sharded by distributed.shard_model over the same `ranks`. vocab_limit:
     ids that can be sampled. token_budget: packed tokens of a micro-batch. parallel: whether layers
     are computed again in backward, and whether a sharded model lies in host memory. dtype: that of
@@ -135,14 +138,15 @@ class Trainer:
         """
         costs = Costs.of(self.model.config)
 
-        def flops(group):
+        def cost(group):
+            """Returns the FLOPs of a group's forward pass, as `divide` estimates its packing."""
             lengths = [len(sample.ids) - group.shared for sample in group.samples]
             pairs = group.shared**2 / 2
             for length in lengths:
                 pairs += length * (group.shared + length / 2)
             return group.tokens * costs.token_flops + pairs * costs.pair_flops
 
-        shares = divide(groups, self.ranks.world_size, self.token_budget, flops)
+        shares = divide(groups, self.ranks.world_size, self.token_budget, cost)
         return [pack(batch, self.ranks.device) for batch in shares[self.ranks.rank]]
 
     def hidden(self, batch: MicroBatch, model: Qwen3 | None = None) -> Tensor:
@@ -183,11 +187,12 @@ class Trainer:
         trainer_logprobs: Tensor,
         batch: MicroBatch,
         kind: str,
-        temperature: float = 1.0,
+        temperature: float,
     ) -> Tensor:
         """Returns KL(policy || reference) at each id in the loss, fp32 [N], with its gradient.
 
-        kind: "full", exact over the vocabulary, or "k2", an estimate from the ids.
+        kind: "full", exact over the vocabulary, or "k2" (Schulman 2020), half the squared log-ratio
+        at the ids, an estimate whose gradient on policy is that of the KL.
         """
         reference = self.model if self.reference is None else self.reference
         with torch.no_grad(), lora.disabled(reference):  # a model with adapters is then its base
@@ -203,20 +208,16 @@ class Trainer:
             )
         with torch.no_grad():
             ref_logprobs, _ = self.logprobs(ref_hidden, batch, temperature, reference)
-        return kl_estimate(trainer_logprobs, ref_logprobs)
+        return (trainer_logprobs - ref_logprobs).square() / 2
 
-    def optimizer_step(
-        self, groups: Sequence[Group], learning_rate: float, metrics: UpdateMetrics
-    ) -> dict[str, float]:
+    def optimizer_step(self, learning_rate: float, *, finite: bool) -> dict[str, float]:
         """Clips the gradients, updates the weights and clears the gradients.
 
-        Returns the metrics of the update. `grad_norm` is that before clipping. `skipped` is 1 if
-        the loss or the norm is not finite: weights and moments then stay as they were. `tokens` are
-        those of the groups, shared ones counted once.
+        finite: whether the loss is. Returns metrics: `grad_norm` is that before clipping. `skipped`
+        is 1 if the loss or the norm is not finite: weights and moments then stay as they were.
         """
-        update = metrics.read(self.ranks)
         self._reshard_reference()
-        norm = self.clip_gradients() if math.isfinite(update["loss"]) else math.nan
+        norm = self.clip_gradients() if finite else math.nan
         if math.isfinite(norm):
             for optimizer in self.optimizers:
                 for settings in optimizer.param_groups:
@@ -224,15 +225,17 @@ class Trainer:
                 optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        return update | {
+        return {
             "grad_norm": norm,
             "skipped": float(not math.isfinite(norm)),
             "learning_rate": learning_rate,
-            "tokens": float(sum(group.tokens for group in groups)),
         }
 
     def _reshard_reference(self) -> None:
-        """Frees the gathered weights of a sharded reference; a backward would have done it."""
+        """Frees the gathered weights of a sharded reference; a backward of its own would do it.
+
+        Not sooner: the backward of the KL reads its output matrix.
+        """
         if self.reference is not None and self.ranks.mesh is not None:
             for module in (self.reference, *self.reference.layers):
                 module.reshard()
@@ -245,8 +248,8 @@ class Trainer:
     # Before several updates.
 
     @torch.no_grad()
-    def compute_old_logprobs(self, groups: Sequence[Group], temperature: float = 1.0) -> None:
-        """Computes old_logprobs of every sample in the groups, which all ranks then have.
+    def compute_first_logprobs(self, groups: Sequence[Group], temperature: float) -> None:
+        """Computes first_logprobs of every sample in the groups, which all ranks then have.
 
         All ranks call it with the same groups; each computes its share.
         """
@@ -255,12 +258,12 @@ class Trainer:
         computed = {}  # by the number of the sample
         for batch in self.micro_batches(groups):
             logprobs, _ = self.logprobs(self.hidden(batch), batch, temperature)  # [N]
-            counts = [sample.count for sample in batch.samples]
-            for sample, own in zip(batch.samples, logprobs.cpu().split(counts), strict=True):
+            lengths = [sample.loss_ids for sample in batch.samples]
+            for sample, own in zip(batch.samples, logprobs.cpu().split(lengths), strict=True):
                 computed[numbers[id(sample)]] = own.tolist()
         for part in self.ranks.all_gather(computed):
-            for number, old_logprobs in part.items():
-                samples[number].old_logprobs = old_logprobs
+            for number, first_logprobs in part.items():
+                samples[number].first_logprobs = first_logprobs
 
     # What the trainer holds and computes.
 
@@ -285,10 +288,22 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """Returns weights, moments and reference by name; writing to them writes to the trainer.
 
-        Moments that no step has made yet are zero, as the first step would make them.
+        Moments that no step has made yet are made.
         """
+        self._make_moments()
         names = {id(p): name for name, p in self.model.named_parameters()}
         tensors = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        for optimizer in self.optimizers:
+            for p in optimizer.param_groups[0]["params"]:
+                for key, value in optimizer.state[p].items():
+                    tensors[f"optimizer.{names[id(p)]}.{key}"] = value
+        if self.reference is not None:
+            for name, p in self.reference.named_parameters():
+                tensors[f"reference.{name}"] = p.detach()
+        return tensors
+
+    def _make_moments(self) -> None:
+        """Makes the moments that an optimizer lacks, as its first step would: zero."""
         for optimizer in self.optimizers:
             for p in optimizer.param_groups[0]["params"]:
                 state = optimizer.state[p]
@@ -298,25 +313,19 @@ class Trainer:
                     state["exp_avg"] = torch.zeros_like(p)
                     state["exp_avg_sq"] = torch.zeros_like(p)
                     state["step"] = torch.zeros((), device=p.device)
-                for key, value in state.items():
-                    tensors[f"optimizer.{names[id(p)]}.{key}"] = value
-        if self.reference is not None:
-            for name, p in self.reference.named_parameters():
-                tensors[f"reference.{name}"] = p.detach()
-        return tensors
 
 
 def merge_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Returns the metrics of a step from those of its updates, at least one.
 
-    FLOPs and tokens are sums, names that end in _max are the largest, and the others are means.
+    FLOPs are a sum, names that end in _max are the largest, and the others are means.
     Updates that were skipped count in none of these but `skipped`, their share.
     """
     made = [update for update in updates if not update["skipped"]] or updates
     merged = {}
     for name in made[0]:
         values = [update[name] for update in made]
-        if name in ("flops", "tokens"):
+        if name == "flops":
             merged[name] = sum(update[name] for update in updates)
         elif name == "skipped":
             merged[name] = sum(update[name] for update in updates) / len(updates)

@@ -49,16 +49,3 @@ def replay(
         on_event("turn", stream.finish())
         if turn.results:
             on_event("results", turn)
-
-
-def contexts(trajectory: Trajectory) -> list[tuple[int, int, int]]:
-    """Returns (begin, start, end) of each context: one, or one per turn.
-
-    ids[begin:start] is its prompt, ids[start:end] all that follows.
-    """
-    starts = {}
-    for turn in trajectory.turns:
-        starts.setdefault(turn.context, turn.start)
-    starts = starts or {0: trajectory.prompt_length}
-    ends = [*list(starts)[1:], len(trajectory.ids)]
-    return [(begin, start, end) for (begin, start), end in zip(starts.items(), ends, strict=True)]

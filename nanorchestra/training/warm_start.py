@@ -94,7 +94,7 @@ def teacher_entropy(groups: Iterable[Group]) -> float:
     """Returns the mean of -log p(id) under the teacher over the ids in the loss, in nats."""
     samples = [sample for group in groups for sample in group.samples]
     logprobs = sum(sum(sample.sampler_logprobs) for sample in samples)
-    return -logprobs / sum(sample.count for sample in samples)
+    return -logprobs / sum(sample.loss_ids for sample in samples)
 
 
 def demonstration(

@@ -21,9 +21,10 @@ from nanorchestra.errors import UserError
 from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.serving.agents import AgentFunction, load_agent, played_by
-from nanorchestra.training.grpo import as_group, gave_answer, rewritten_share
-from nanorchestra.training.trajectories import contexts, from_row, to_row
+from nanorchestra.training.grpo import as_group, gave_answer
+from nanorchestra.training.trajectories import from_row, to_row
 from worlds.agent_tasks import AgentTasks
+from worlds.metrics import rewritten_share
 from worlds.miniature.world import Miniature
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openai_agent.py"
@@ -80,7 +81,7 @@ def test_a_loop_over_openais_client_plays_what_our_loop_plays_bit_for_bit(ours, 
             assert getattr(theirs, name) == getattr(mine, name)
         for name in ("cost_usd", "latency_s", "outcome", "calls", "well_formed"):
             assert getattr(theirs, name) == getattr(mine, name)
-        assert len(contexts(theirs)) == 1
+        assert len(theirs.contexts()) == 1
         assert [turn.calls for turn in theirs.turns] != [[] for _ in theirs.turns]
     assert rewritten_share(played) == 0
 
@@ -118,7 +119,7 @@ def test_what_an_agent_rewrites_is_another_sample_of_the_same_trajectory(ours, w
 
     t = one(ours, world, play)
     assert (t.status, t.outcome, len(t.turns)) == ("answered", 0.25, 7)
-    places = contexts(t)
+    places = t.contexts()
     assert len(places) == 6  # the first goes on once, then five times other prompts
     assert rewritten_share([t]) == 5 / 6
     group = as_group([t])
@@ -318,7 +319,7 @@ def test_openais_agents_sdk_plays_what_our_loop_plays(ours, world):
     expected = ours.run(environments(world, 8), seeds)
     played = agent(ours, with_the_agents_sdk).run(environments(world, 8), seeds)
     assert [t.status for t in played] == ["answered"] * 8
-    assert all(len(contexts(t)) == 1 for t in played)  # no id was tokenised again
+    assert all(len(t.contexts()) == 1 for t in played)  # no id was tokenised again
     # The SDK writes schemas in words of its own, so that a draw may fall another way.
     answers = [(t.answer, other.answer) for t, other in zip(played, expected, strict=True)]
     assert sum(one == other for one, other in answers) >= 4, answers
@@ -376,5 +377,5 @@ def test_tau2_benchs_own_agent_plays_its_mock_domain(ours):
         rollout = played_by(f"{file}:play", ours, 120.0)
         played = rollout.run([world.environment(task, 0) for task in tasks], [1, 2, 3, 4])
     assert [t.status for t in played] == ["answered"] * 4, [t.failure for t in played]
-    assert all(0 <= t.outcome <= 1 and len(contexts(t)) == 1 for t in played)
+    assert all(0 <= t.outcome <= 1 and len(t.contexts()) == 1 for t in played)
     assert max(len(t.turns) for t in played) > 1

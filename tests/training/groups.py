@@ -12,7 +12,7 @@ def grouped(prompt, samples):
         replace(
             sample,
             ids=prompt + sample.ids,
-            in_loss=[False] * given + sample.in_loss,
+            loss_mask=[False] * given + sample.loss_mask,
             sampler_logprobs=[0.0] * given + sample.sampler_logprobs,
         )
         for sample in samples

@@ -51,8 +51,8 @@ def gap(engine, trainer, prompts=((5, 6, 7, 8), (9, 10, 11)), count=12) -> float
         sample = Sample(prompt + done.token_ids, in_loss, logprobs, 1.0)
         groups.append(Group([sample], given))
         drawn.append(done.logprobs)
-    trainer.compute_old_logprobs(groups)
-    computed = sum([sample.old_logprobs for sample in samples_in(groups)], [])
+    trainer.compute_first_logprobs(groups, 1.0)
+    computed = sum([sample.first_logprobs for sample in samples_in(groups)], [])
     differences = torch.tensor(computed) - torch.tensor(sum(drawn, []))
     return differences.abs().max().item()
 
@@ -105,9 +105,9 @@ def test_demonstrations_lower_the_loss_and_the_engine_has_them_once_they_are_pub
 
     assert likelihood() == pytest.approx(-losses[0], abs=1e-3)
     publish()
-    trainer.compute_old_logprobs(groups)
+    trainer.compute_first_logprobs(groups, 1.0)
     (sample,) = samples_in(groups)
-    assert likelihood() == pytest.approx(sum(sample.old_logprobs) / 36, abs=1e-4)
+    assert likelihood() == pytest.approx(sum(sample.first_logprobs) / 36, abs=1e-4)
 
 
 @pytest.mark.slow

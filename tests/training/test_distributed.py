@@ -112,7 +112,7 @@ def gradients(ranks: Ranks, kl: str = "", count: int = 5, **options) -> dict[str
         with torch.no_grad():
             for p in trainer.model.parameters():
                 p.mul_(1.1)
-    update = policy_update(trainer, make_groups(1, count), grpo, 0.0)
+    update = policy_update(trainer, make_groups(1, count), grpo, 0.0, 1.0)
     # not taken; a pack's shared ids are computed once in each
     for name in ("grad_norm", "skipped", "flops"):
         del update[name]
@@ -124,7 +124,7 @@ def losses(ranks: Ranks, steps: int = 8, **options) -> dict[str, torch.Tensor]:
     trainer = make_trainer(ranks, **options)
     values = [supervised_update(trainer, make_groups(n), 3e-3)["loss"] for n in range(steps)]
     for n in range(steps):
-        update = policy_update(trainer, make_groups(n), GrpoSection(), 1e-3)
+        update = policy_update(trainer, make_groups(n), GrpoSection(), 1e-3, 1.0)
         values += [update["loss"], update["mismatch_kl"]]
     return {"losses": torch.tensor(values)}
 
@@ -137,14 +137,14 @@ def several_updates(ranks: Ranks, **options) -> dict[str, torch.Tensor]:
     values = []
     for step in range(2):
         groups = make_groups(step)
-        trainer.compute_old_logprobs(groups)
+        trainer.compute_first_logprobs(groups, 1.0)
         for part in mini_batches(groups, grpo.mini_batch):
-            update = policy_update(trainer, part, grpo, 1e-3)
+            update = policy_update(trainer, part, grpo, 1e-3, 1.0)
             values += [update["loss"], update["kl"], update["clip_fraction"]]
     # those of all samples, which this rank has whoever computed them
     samples = samples_in(groups)
-    assert [len(sample.old_logprobs) for sample in samples] == [s.count for s in samples]
-    logprobs = torch.tensor(sum([sample.old_logprobs for sample in samples], []))
+    assert [len(sample.first_logprobs) for sample in samples] == [s.loss_ids for s in samples]
+    logprobs = torch.tensor(sum([sample.first_logprobs for sample in samples], []))
     return {"losses": torch.tensor(values), "logprobs": logprobs}
 
 
@@ -203,7 +203,7 @@ def adapted(ranks: Ranks, source: str, target: str) -> dict[str, torch.Tensor]:
     grpo = GrpoSection(kl_coef=0.5)
     trainer.begin_grpo(grpo)
     for step in range(3):
-        values.append(policy_update(trainer, make_groups(step), grpo, 3e-3)["loss"])
+        values.append(policy_update(trainer, make_groups(step), grpo, 3e-3, 1.0)["loss"])
     save_adapter(model, Path(target), source, write=ranks.first)
     weights = {name: value.clone() for name, value in named_hf_tensors(model)}
     return {"losses": torch.tensor(values)} | weights

@@ -32,7 +32,7 @@ def test_every_sampled_id_is_predicted_from_exactly_its_past(drawn):
     for sample in samples_in(groups):
         tokens = torch.tensor(sample.ids)
         own = names[tokens, torch.arange(len(tokens))]
-        for i, in_loss in enumerate(sample.in_loss):
+        for i, in_loss in enumerate(sample.loss_mask):
             if in_loss:
                 torch.testing.assert_close(seen[packed.source[place]], own[:i].mean(0))
                 assert packed.targets[place] == tokens[i]

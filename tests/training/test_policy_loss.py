@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanorchestra.config import GrpoSection
-from nanorchestra.training.grpo import OBJECTIVES, group_advantages, kl_estimate
+from nanorchestra.training.grpo import OBJECTIVES, group_advantages
 from nanorchestra.training.packing import pack
 from train import policy_loss
 
@@ -21,22 +21,24 @@ def doubles(values, grad=False):
     return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
 
 
-def batch_of(lengths, advantages, sampler, old=None):
+def batch_of(lengths, advantages, sampler):
     """The tensors of a pack that the loss reads, in float64; one advantage per sequence."""
     lengths = torch.tensor(lengths)
     numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
     return SimpleNamespace(
         sampler_logprobs=doubles(sampler),
-        old_logprobs=None if old is None else doubles(old),
         advantages=doubles(advantages)[numbers],
     )
 
 
-def loss_of(logprobs, batch, grpo, count, kl=None):
-    """The loss, and the sums of its terms."""
-    entropy = torch.ones_like(logprobs)
-    loss, terms = policy_loss(logprobs, entropy, kl, batch, grpo, count)
-    return loss, {name: values.sum().item() for name, values in terms.items()}
+def loss_of(logprobs, batch, grpo, first=None, kl=None):
+    """The sum of the losses, and the sums of their terms.
+
+    first: log-probabilities of the trainer before the step; None: those of now.
+    """
+    first = logprobs.detach() if first is None else first
+    losses, terms = policy_loss(logprobs, first, torch.ones_like(logprobs), kl, batch, grpo)
+    return losses.sum(), {name: values.sum().item() for name, values in terms.items()}
 
 
 # The papers.
@@ -102,7 +104,7 @@ def ours(name, groups, logprobs):
         advantages += group_advantages([a[0] for a in group], 0.0, OBJECTIVES[name].boost)
         lengths += [len(attempt[1]) for attempt in group]
     batch = batch_of(lengths, advantages, flat(groups, 2))
-    return loss_of(logprobs, batch, GrpoSection(objective=name), sum(lengths))[0]
+    return loss_of(logprobs, batch, GrpoSection(objective=name))[0] / sum(lengths)
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
@@ -133,11 +135,11 @@ def test_an_importance_cap_weighs_the_surrogate_but_not_the_kl(cap):
     new, old = doubles(flat(groups, 1)), doubles(flat(groups, 2))
     lengths = [len(attempt[1]) for group in groups for attempt in group]
     advantages = [0.3 * i - 2 for i in range(len(lengths))]
-    batch = batch_of(lengths, advantages, (old - 0.2).tolist(), old.tolist())
-    kl = kl_estimate(new, old)
-    plain, _ = loss_of(new, batch, GrpoSection(mini_batch=9), 1)
+    batch = batch_of(lengths, advantages, (old - 0.2).tolist())
+    kl = (new - old).square() / 2
+    plain, _ = loss_of(new, batch, GrpoSection(mini_batch=9), old)
     grpo = GrpoSection(mini_batch=9, importance_cap=cap, kl_coef=0.3)
-    loss, sums = loss_of(new, batch, grpo, 1, kl)
+    loss, sums = loss_of(new, batch, grpo, old, kl)
     weight = min(math.exp(0.2), cap)
     assert loss.item() == pytest.approx((weight * plain + 0.3 * kl.sum()).item(), abs=1e-9)
     assert sums["importance"] == pytest.approx(weight * len(old))
@@ -146,15 +148,16 @@ def test_an_importance_cap_weighs_the_surrogate_but_not_the_kl(cap):
 def test_the_old_policy_is_one_of_three():
     """Before several updates; the trainer of now under a cap; else the sampler."""
     new, sampler = doubles([-1.0, -2.0], grad=True), [-1.3, -1.9]
-    for cap, old, expected in (
+    for cap, first, expected in (
         (0.0, [-1.1, -2.2], [-1.1, -2.2]),
         (9.0, [-1.1, -2.2], [-1.1, -2.2]),
         (9.0, None, [-1.0, -2.0]),
         (0.0, None, sampler),
     ):
-        batch = batch_of([1, 1], [1.0, -1.0], sampler, old)
-        grpo = GrpoSection(importance_cap=cap, mini_batch=9 if old else 0)
-        (gradient,) = torch.autograd.grad(loss_of(new, batch, grpo, 1)[0], new)
+        batch = batch_of([1, 1], [1.0, -1.0], sampler)
+        grpo = GrpoSection(importance_cap=cap, mini_batch=9 if first else 0)
+        loss, _ = loss_of(new, batch, grpo, doubles(first) if first else None)
+        (gradient,) = torch.autograd.grad(loss, new)
         ratio = (new - doubles(expected)).exp()
         weight = (doubles(expected) - doubles(sampler)).exp()
         weight = weight if cap else torch.ones_like(weight)
@@ -167,17 +170,17 @@ def test_the_old_policy_is_one_of_three():
 def test_metrics_count_what_the_clip_stopped():
     ratios, advantages = [1.5, 1.5, 0.5, 0.5, 30.0, 1.0], [1.0, -1.0, 1.0, -1.0, -1.0, 1.0]
     batch = batch_of([1] * 6, advantages, [0.0] * 6)
-    _, sums = loss_of(doubles([math.log(r) for r in ratios]), batch, DUAL, 6)
+    _, sums = loss_of(doubles([math.log(r) for r in ratios]), batch, DUAL)
     assert sums == {"clip_fraction": 2}
 
 
 def test_extreme_ratios_and_empty_batches_give_finite_gradients():
     new = doubles([0.0, 0.0], grad=True)
     batch = batch_of([1, 1], [1.0, -1.0], [-200.0, -200.0])
-    loss, _ = loss_of(new, batch, DUAL, 2)
+    loss, _ = loss_of(new, batch, DUAL)
     loss.backward()
     assert loss.isfinite() and new.grad.isfinite().all()
     nothing = torch.zeros(0, requires_grad=True)
-    loss, sums = loss_of(nothing, pack([]), DUAL, 2)
+    loss, sums = loss_of(nothing, pack([]), DUAL)
     loss.backward()
     assert loss == 0 and set(sums.values()) == {0.0}

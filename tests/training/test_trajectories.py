@@ -62,6 +62,6 @@ def test_a_badly_formed_turn_leaves_the_loss_alone_the_others_stay(nano_tokenize
     bad, good = t.turns
     bad.well_formed = False
     (sample,) = as_group([t], drop_invalid_format=True).samples
-    kept = [x for x, in_loss in zip(sample.ids, sample.in_loss, strict=True) if in_loss]
+    kept = [x for x, in_loss in zip(sample.ids, sample.loss_mask, strict=True) if in_loss]
     assert kept == t.ids[good.start : good.end]
-    assert sum(s.count for s in as_group([t]).samples) == sum(t.sampled)
+    assert sum(s.loss_ids for s in as_group([t]).samples) == sum(t.sampled)

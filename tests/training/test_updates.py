@@ -10,6 +10,7 @@ import pytest
 import torch
 from groups import grouped
 
+import train
 from nanorchestra.config import GrpoSection
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.training.costs import model_flops
@@ -73,8 +74,14 @@ def gradients(model, groups, grpo=PLAIN, vocab_limit=690, **settings):
         return float("nan")  # no step
 
     trainer.clip_gradients = take
-    policy_update(trainer, groups, grpo, 0.0)
+    policy_update(trainer, groups, grpo, 0.0, 1.0)
     return taken
+
+
+def clip_at(monkeypatch, bound):
+    """Makes the clip one of 1 - bound .. 1 + bound."""
+    for name in ("CLIP_LOW", "CLIP_HIGH"):
+        monkeypatch.setattr(train, name, bound)
 
 
 def alone(model, sample, limit=690, temperature=1.0):
@@ -83,7 +90,7 @@ def alone(model, sample, limit=690, temperature=1.0):
     attention = PackedAttention([Segment(0, len(tokens))])
     hidden = model(tokens, torch.arange(len(tokens)), attention)
     logp = (model.logits(hidden)[:, :limit] / temperature).log_softmax(-1)
-    at = [i for i, in_loss in enumerate(sample.in_loss) if in_loss]
+    at = [i for i, in_loss in enumerate(sample.loss_mask) if in_loss]
     before = logp[[i - 1 for i in at]]
     return before.gather(1, tokens[at, None])[:, 0], -(before.exp() * before).sum(1).detach()
 
@@ -99,14 +106,14 @@ def test_a_packed_step_has_the_gradient_of_the_samples_one_by_one(nano_model):
     first, second = groups[0].samples[1:3]
     first.ids[:] = second.ids[: len(first.ids)]  # one sample is the beginning of another
     packed = gradients(nano_model, groups)
-    count = sum(sample.count for group in groups for sample in group.samples)
+    count = sum(sample.loss_ids for group in groups for sample in group.samples)
     nano_model.zero_grad()
     for group in groups:
         for sample in group.samples:
             logprobs, _ = alone(nano_model, sample)
             old = [
                 x
-                for x, sampled in zip(sample.sampler_logprobs, sample.in_loss, strict=True)
+                for x, sampled in zip(sample.sampler_logprobs, sample.loss_mask, strict=True)
                 if sampled
             ]
             ratio = (logprobs - torch.tensor(old)).exp()
@@ -118,14 +125,14 @@ def test_a_packed_step_has_the_gradient_of_the_samples_one_by_one(nano_model):
 def test_with_a_least_entropy_only_the_ids_above_it_count(nano_model):
     groups = make_groups(4)
     samples = [sample for group in groups for sample in group.samples]
-    count = sum(sample.count for group in groups for sample in group.samples)
+    count = sum(sample.loss_ids for group in groups for sample in group.samples)
     computed = [alone(nano_model, sample) for sample in samples]
     values = torch.cat([entropy for _, entropy in computed]).sort().values
     widest = values.diff()[count // 8 : -count // 8].argmax() + count // 8
     nats = values[widest : widest + 2].mean().item()  # where rounding moves no id over it
     for sample, (logprobs, entropy) in zip(samples, computed, strict=True):
         own = iter(logprobs.tolist())
-        sample.sampler_logprobs[:] = [next(own) if in_loss else 0.0 for in_loss in sample.in_loss]
+        sample.sampler_logprobs[:] = [next(own) if in_loss else 0.0 for in_loss in sample.loss_mask]
         counts = (entropy >= nats) * sample.advantage
         (-(logprobs - logprobs.detach()).exp() * counts).sum().div(count).backward()
     expected = {name: p.grad.clone() for name, p in nano_model.named_parameters()}
@@ -136,8 +143,9 @@ def test_with_a_least_entropy_only_the_ids_above_it_count(nano_model):
 @pytest.mark.parametrize("cap", [2.0, 0.0], ids=["cap", "dual"])
 @pytest.mark.parametrize("budget", [1, 60])
 def test_micro_batches_do_not_change_the_gradient(nano_model, monkeypatch, cap, budget):
-    tight = Objective(clip_low=0.1, clip_high=0.1, dual_clip=1.5)
-    monkeypatch.setitem(OBJECTIVES, "grpo", Objective() if cap else tight)
+    if not cap:
+        clip_at(monkeypatch, 0.1)
+        monkeypatch.setitem(OBJECTIVES, "grpo", Objective(dual_clip=1.5))
     grpo = GrpoSection(importance_cap=cap)
     whole = gradients(nano_model, make_groups(1), grpo)
     parts = gradients(nano_model, make_groups(1)[::-1], grpo, token_budget=budget)
@@ -150,7 +158,7 @@ def test_every_turn_as_its_own_sample_gives_the_same_gradient(nano_model):
     for group in groups:
         for sample in group.samples:
             length = len(sample.ids) - group.shared
-            sample.in_loss = [False] * group.shared + [True] * length
+            sample.loss_mask = [False] * group.shared + [True] * length
             cut = group.shared + length // 2
             for start, end in ((group.shared, cut), (cut, len(sample.ids))):
                 in_loss = [i >= start for i in range(end)]
@@ -165,10 +173,10 @@ def test_an_importance_cap_weights_the_policy_gradient(nano_model):
     samples = samples_in(groups)
     for sample in samples:
         logprobs, _ = alone(nano_model, sample)
-        pairs = zip(sample.sampler_logprobs, sample.in_loss, strict=True)
+        pairs = zip(sample.sampler_logprobs, sample.loss_mask, strict=True)
         drawn = torch.tensor([logprob for logprob, in_loss in pairs if in_loss])
         weights = (logprobs.detach() - drawn).exp().clamp(max=1.5) * sample.advantage
-        (-weights * logprobs).sum().div(sum(s.count for s in samples)).backward()
+        (-weights * logprobs).sum().div(sum(s.loss_ids for s in samples)).backward()
     expected = {name: p.grad.clone() for name, p in nano_model.named_parameters()}
     nano_model.zero_grad()
     near(gradients(nano_model, groups, GrpoSection(importance_cap=1.5)), expected)
@@ -177,14 +185,14 @@ def test_an_importance_cap_weights_the_policy_gradient(nano_model):
 @pytest.mark.parametrize("budget", [1, 10_000])
 def test_an_update_measures_the_mismatch_of_sampler_and_trainer(nano_model, budget):
     groups = make_groups(8)
-    groups[0].samples[0].in_loss = [False] * len(groups[0].samples[0].ids)
+    groups[0].samples[0].loss_mask = [False] * len(groups[0].samples[0].ids)
     with torch.no_grad():
         computed = [alone(nano_model, s, 690, 0.7)[0].tolist() for s in samples_in(groups)]
     trainer = Trainer(nano_model, vocab_limit=690, token_budget=budget)
     update = policy_update(trainer, groups, PLAIN, 1e-2, temperature=0.7)
     gaps = []
     for sample, logprobs in zip(samples_in(groups), computed, strict=True):
-        pairs = zip(sample.sampler_logprobs, sample.in_loss, strict=True)
+        pairs = zip(sample.sampler_logprobs, sample.loss_mask, strict=True)
         drawn = [logprob for logprob, in_loss in pairs if in_loss]
         gaps += [x - y for x, y in zip(drawn, logprobs, strict=True)]
     assert update["grad_norm"] > 0 and update["skipped"] == 0
@@ -201,13 +209,12 @@ def test_an_update_measures_the_mismatch_of_sampler_and_trainer(nano_model, budg
 
 
 def test_the_metrics_of_several_updates_are_means_sums_and_maxima():
-    first = {"loss": 1.0, "logprob_gap_max": 0.5, "flops": 2.0, "tokens": 3.0, "skipped": 0.0}
+    first = {"loss": 1.0, "logprob_gap_max": 0.5, "flops": 2.0, "skipped": 0.0}
     second = first | {"loss": 3.0, "logprob_gap_max": 0.1}
     assert merge_updates([first, second]) == {
         "loss": 2.0,
         "logprob_gap_max": 0.5,
         "flops": 4.0,
-        "tokens": 6.0,
         "skipped": 0.0,
     }
     bad = second | {"loss": math.nan, "skipped": 1.0}
@@ -234,15 +241,15 @@ def test_the_update_lowers_the_loss_and_its_state_goes_on_exactly(nano_model, ki
 
 def test_the_ratio_of_later_updates_is_to_the_policy_before_the_first(nano_model, monkeypatch):
     groups, trainer = make_groups(3), Trainer(nano_model, vocab_limit=690)
-    trainer.compute_old_logprobs(groups)
+    trainer.compute_first_logprobs(groups, 1.0)
     for sample in samples_in(groups):
         expected = alone(nano_model, sample)[0].tolist()
-        assert sample.old_logprobs == pytest.approx(expected, abs=1e-4)
-    monkeypatch.setitem(OBJECTIVES, "grpo", Objective(clip_low=1e-4, clip_high=1e-4))
+        assert sample.first_logprobs == pytest.approx(expected, abs=1e-4)
+    clip_at(monkeypatch, 1e-4)
     several = GrpoSection(mini_batch=100)
     stopped = []
     for _ in range(2):
-        stopped.append(policy_update(trainer, groups, several, 1e-2)["clip_fraction"])
+        stopped.append(policy_update(trainer, groups, several, 1e-2, 1.0)["clip_fraction"])
     assert stopped[0] == 0 and stopped[1] > 0.2
 
 
@@ -261,11 +268,11 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(nano_model):
     groups[0].samples[0].advantage = float("nan")
     trainer = Trainer(nano_model, vocab_limit=690)
     before = [p.clone() for p in nano_model.parameters()]
-    assert policy_update(trainer, groups, PLAIN, 1e-2)["skipped"] == 1
+    assert policy_update(trainer, groups, PLAIN, 1e-2, 1.0)["skipped"] == 1
     groups = make_groups(5)
     first = groups[0].samples[0]
-    first.sampler_logprobs[first.in_loss.index(True)] = float("nan")  # the gradient stays finite
-    assert policy_update(trainer, groups, PLAIN, 1e-2)["skipped"] == 1
+    first.sampler_logprobs[first.loss_mask.index(True)] = float("nan")  # the gradient stays finite
+    assert policy_update(trainer, groups, PLAIN, 1e-2, 1.0)["skipped"] == 1
     nano_model.norm.register_hook(lambda gradient: gradient * float("nan"))
     assert supervised_update(trainer, make_groups(5), 1e-2)["skipped"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, nano_model.parameters(), strict=True))
@@ -281,7 +288,7 @@ def test_the_kl_to_the_reference_is_zero_at_the_reference_and_pulls_back(nano_mo
     trainer.begin_grpo(grpo)
 
     def step(rate):
-        return policy_update(trainer, groups, grpo, rate)["kl"]
+        return policy_update(trainer, groups, grpo, rate, 1.0)["kl"]
 
     assert step(0.0) == pytest.approx(0.0, abs=1e-9)
     with torch.no_grad():
@@ -297,11 +304,11 @@ def test_flops_count_every_packed_id_and_attended_pair_once(nano_model):
     assert packed.pairs == sum(position + 1 for position in packed.positions.tolist())
     expected = model_flops(nano_model.config, len(packed.tokens), packed.pairs, len(packed.targets))
     trainer = Trainer(nano_model, vocab_limit=690)
-    assert policy_update(trainer, groups, PLAIN, 0.0)["flops"] == expected
+    assert policy_update(trainer, groups, PLAIN, 0.0, 1.0)["flops"] == expected
     assert supervised_update(trainer, groups, 0.0)["flops"] == expected
     with_kl = GrpoSection(kl_coef=0.1)
     trainer.begin_grpo(with_kl)
-    update = policy_update(trainer, groups, with_kl, 0.0)
+    update = policy_update(trainer, groups, with_kl, 0.0, 1.0)
     assert update["flops"] == pytest.approx(4 / 3 * expected)
 
 
@@ -324,7 +331,7 @@ def test_numbers_are_read_from_the_device_once_a_step_not_once_a_micro_batch(
         groups = make_groups(2)
         batches = len(trainer.micro_batches(groups))
         reads.clear()
-        policy_update(trainer, groups, grpo, 1e-3)
+        policy_update(trainer, groups, grpo, 1e-3, 1.0)
         counts.append((batches, len(reads)))
     (many, reads_of_many), (one, reads_of_one) = counts
     assert many > 5 and one == 1 and reads_of_many == reads_of_one <= 4, counts

@@ -42,12 +42,12 @@ def test_demonstrations_of_one_task_share_its_prompt(demonstrations):
     for group in groups:
         first, second = (sample.ids for sample in group.samples)
         assert first != second and first[: group.shared] == second[: group.shared]
-        assert not any(any(sample.in_loss[: group.shared]) for sample in group.samples)
+        assert not any(any(sample.loss_mask[: group.shared]) for sample in group.samples)
 
 
 def test_the_steps_end_when_the_loss_is_the_entropy_of_the_teacher(demonstrations):
     groups = demonstrations.groups(0, 3, Ranks())
-    count = sum(sample.count for group in groups for sample in group.samples)
+    count = sum(sample.loss_ids for group in groups for sample in group.samples)
     entropy = 6 * math.log(2) / count  # nats per id: six coins
 
     def steps(losses):
