@@ -153,7 +153,7 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
     policies = read_policies(options.policy, routers)
     tell_strangers(policies, options.world)
     tell_missing_routers(policies, routers)
-    own_reward = load_reward(options.reward, next(iter(tasks.values()))[0])
+    user_reward = load_reward(options.reward, next(iter(tasks.values()))[0])
     run = open_run(options, policies)
     spending.keep_in(run.path / "spent.json")
 
@@ -174,7 +174,7 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
                 first = played.get(side.world_name, {}).get(policies[0].text)
                 side.router.programs.follow(first)
             bar.set_description(side.policy.text[-MOST_LABEL:])
-            for block in play_side(side, run, options, spending, own_reward):
+            for block in play_side(side, run, options, spending, user_reward):
                 played[side.world_name].setdefault(side.policy.text, []).extend(block)
                 bar.update(len(block))
     except UserError as error:
@@ -389,7 +389,7 @@ def play_side(
     run: RunFolder,
     options: Namespace,
     spending: Spending,
-    own_reward: UserReward | None,
+    user_reward: UserReward | None,
 ) -> Iterator[list[metrics.Pair]]:
     """Yields the attempts of a side by blocks: played and recorded, or read if they were before.
 
@@ -410,7 +410,7 @@ def play_side(
                 tasks,
                 seed,
                 start,
-                own_reward,
+                user_reward,
                 lambda: spending.problem,
             )
             check_block(side.policy, attempts, spending)
@@ -425,7 +425,7 @@ def play_block(
     block: list[Task],
     seed: int,
     start: int,
-    own_reward: UserReward | None = None,
+    user_reward: UserReward | None = None,
     problem: Callable[[], str] = lambda: "",
 ) -> list[Trajectory]:
     """Returns one scored attempt at each task, all in environments of the same seed.
@@ -442,7 +442,7 @@ def play_block(
     seeds = [seed * TASK + start + i for i in range(len(block))]
     attempts, _ = play(player, environment, seeds, problem)
     scored = zip(block, attempts, strict=True)
-    return [metrics.score(task, attempt, own_reward) for task, attempt in scored]
+    return [metrics.score(task, attempt, user_reward) for task, attempt in scored]
 
 
 def check_block(policy: Policy, attempts: list[Trajectory], spending: Spending) -> None:

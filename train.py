@@ -38,6 +38,7 @@ import shutil
 import sys
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,8 +54,9 @@ from nanorchestra.errors import INTERRUPTED, command, require
 from nanorchestra.files import read_text, write_whole
 from nanorchestra.formats.fetch import fetch
 from nanorchestra.formats.load import open_checkpoint
-from nanorchestra.model.checkpoint import save_checkpoint
-from nanorchestra.model.lora import save_adapter
+from nanorchestra.model.checkpoint import named_hf_tensors, save_checkpoint
+from nanorchestra.model.lora import copy_adapters, save_adapter
+from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.page import write_report
 from nanorchestra.report.plan import plan
@@ -69,7 +71,6 @@ from nanorchestra.training.build import (
     build_trainer,
     device_and_dtype,
     load_policy,
-    publish,
 )
 from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
 from nanorchestra.training.distributed import Ranks, backward
@@ -122,11 +123,12 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     engine = build_engine(config, model, tokenizer, ranks, dtype)
     player = build_player(config, engine, rollout.temperature)
     held_out_player = build_player(config, engine, config.evaluation.temperature)
-    own_reward = reward_of_user(run, world)
+    user_reward = reward_of_user(run, world)
     if note := note_on_tools(config.model.path, config.task.world, "model.path"):
         run.say(note)
     # Ranks wait for the slowest rollout, which may take hours where tools are slow.
-    rollout_ranks = ranks.new_group(rollout_timeout_s(config))
+    rollout_ranks = ranks.with_own_group(rollout_timeout_s(config))
+    held_out = partial(evaluate, run, world, held_out_player, rollout_ranks, spending, user_reward)
 
     demonstrations = Demonstrations(config, world, tokenizer)
     run.begin(trainer, engine)
@@ -140,9 +142,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         # The held-out tasks before GRPO; then its optimizer, and its reference: the weights of now,
         # or with LoRA the base.
         publish(config, model, engine, dtype)
-        run.progress.before = evaluate(
-            run, world, held_out_player, rollout_ranks, spending, "before", own_reward
-        )
+        run.progress.before = held_out("before")
         run.begin_grpo()
         engine.reset_prefix_cache()  # as in a resumed run, which has no KV pages
         run.save()
@@ -160,7 +160,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         # Rewards and advantages, group by group.
         groups, left_out = [], []  # what is learnt from; why the other attempts are not in the loss
         for task, members in attempts.groups(grpo.group_size):
-            reward_group(task, members, grpo, own_reward, ranks)
+            reward_group(task, members, grpo, user_reward, ranks)
             group, reasons = group_in_loss(members, grpo)
             if group.samples:
                 groups.append(group)
@@ -179,20 +179,25 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     # ---- Results
 
-    after = evaluate(run, world, held_out_player, rollout_ranks, spending, "after", own_reward)
+    after = held_out("after")
     path = run.folder.path
     save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=ranks.first)
     if config.lora.rank:
         save_adapter(model, path / "adapter", config.model.path, write=ranks.first)
     run.checkpoints.wait()
     if ranks.first:
-        routers = evaluate_routers(config, world, own_reward)
+        routers = evaluate_routers(config, world, user_reward)
         write_results(run, trainer, spending, after, routers)
     return True
 
 
 def play_step(
-    config: Config, world: World, player: Rollout, ranks: Ranks, spending: Spending, step: int
+    config: Config,
+    world: World,
+    player: Rollout,
+    rollout_ranks: Ranks,
+    spending: Spending,
+    step: int,
 ) -> Attempts:
     """Plays the attempts of a step: a function of run.seed, the step and the engine's weights.
 
@@ -209,8 +214,8 @@ def play_step(
         indices,
         seeds=seeds,
         environment_seeds=seeds,
-        ranks=ranks,
-        spending=spending,
+        ranks=rollout_ranks,
+        problem=lambda: spending.problem,
         together=grpo.group_size,
     )
     require_most_worked(attempts.trajectories, step)
@@ -222,7 +227,7 @@ def reward_group(
     task: Task,
     members: list[Trajectory],
     grpo: GrpoSection,
-    own_reward: UserReward | None,
+    user_reward: UserReward | None,
     ranks: Ranks,
 ) -> None:
     """Writes the rewards of the attempts at a task that the infrastructure did not fail."""
@@ -231,8 +236,8 @@ def reward_group(
         rewards = group_rewards(valid, task.preference)
     else:  # in absolute form, comparable across steps: reward.task_rewards
         rewards = task_rewards(valid, task.preference, task.bounds)
-    if own_reward:  # one process calls it, so that all have the same
-        rewards = ranks.broadcast(own_reward(task, valid, rewards) if ranks.first else rewards)
+    if user_reward:  # one process calls it, so that all have the same
+        rewards = ranks.broadcast(user_reward(task, valid, rewards) if ranks.first else rewards)
     for attempt, reward in zip(valid, rewards, strict=True):
         attempt.reward = float(reward)
 
@@ -417,31 +422,31 @@ def evaluate(
     run: TrainingRun,
     world: World,
     player: Rollout,
-    ranks: Ranks,
+    rollout_ranks: Ranks,
     spending: Spending,
+    user_reward: UserReward | None,
     when: str,
-    own_reward: UserReward | None,
 ) -> Json:
     """Plays and records the held-out tasks, "before" or "after" GRPO; returns their summary."""
     run.stop.says = "stopping after these held-out tasks"
     if when == "after":
         run.stop.says = "no step is left: the run ends with these held-out tasks"
-    share = -(-run.config.evaluation.tasks // ranks.world_size)
-    with progress_bar(ranks, share, f"held-out tasks, {when}", unit="task") as bar:
+    share = -(-run.config.evaluation.tasks // rollout_ranks.world_size)
+    with progress_bar(run.ranks, share, f"held-out tasks, {when}", unit="task") as bar:
         player.on_done = lambda attempt: bar.update()
-        attempts = play_held_out(run.config, world, player, ranks, spending, own_reward)
+        attempts = play_held_out(run.config, world, player, rollout_ranks, spending, user_reward)
     run.record_attempts(when, attempts.tasks, attempts.trajectories)
     return metrics.summarise(attempts.tasks, attempts.trajectories)
 
 
 def evaluate_routers(
-    config: Config, world: World, own_reward: UserReward | None
+    config: Config, world: World, user_reward: UserReward | None
 ) -> dict[str, Json]:
     """Returns the held-out summaries of the fixed routers, of the miniature: they cost nothing."""
     summaries = {}
     if world.name == "miniature":
         for name, router in routers_of(world).items():
-            attempts = play_held_out(config, world, router, Ranks(), Spending(), own_reward)
+            attempts = play_held_out(config, world, router, Ranks(), Spending(), user_reward)
             summaries[name] = metrics.summarise(attempts.tasks, attempts.trajectories)
     return summaries
 
@@ -450,9 +455,9 @@ def play_held_out(
     config: Config,
     world: World,
     player: Player,
-    ranks: Ranks,
+    rollout_ranks: Ranks,
     spending: Spending,
-    own_reward: UserReward | None,
+    user_reward: UserReward | None,
 ) -> Attempts:
     """Plays and scores one attempt at each held-out task, all with experts of the same seed."""
     tasks = config.evaluation.tasks
@@ -463,14 +468,14 @@ def play_held_out(
         list(range(tasks)),
         seeds=evaluation_seeds(config.run.seed, tasks),
         environment_seeds=[config.run.seed] * tasks,
-        ranks=ranks,
-        spending=spending,
+        ranks=rollout_ranks,
+        problem=lambda: spending.problem,
     )
     require_begun(attempts.trajectories, "the held-out tasks", config)
-    if ranks.first:  # one process calls the user's reward, so that all have the same
+    if rollout_ranks.first:  # one process calls the user's reward, so that all have the same
         for task, attempt in zip(attempts.tasks, attempts.trajectories, strict=True):
-            metrics.score(task, attempt, own_reward)
-    rewards = ranks.broadcast([attempt.reward for attempt in attempts.trajectories])
+            metrics.score(task, attempt, user_reward)
+    rewards = rollout_ranks.broadcast([attempt.reward for attempt in attempts.trajectories])
     for attempt, reward in zip(attempts.trajectories, rewards, strict=True):
         attempt.reward = reward
     return attempts
@@ -503,6 +508,21 @@ def record(
         "skipped" if skipped else "grpo", attempts.tasks[:shown], attempts.trajectories[:shown]
     )
     run.record_step(row, update, {"rollout": attempts.seconds, "weights": publish_s})
+
+
+def publish(config: Config, trained: Qwen3, engine: Engine, dtype: torch.dtype) -> float:
+    """Copies the trained weights into the engine: adapters alone where both share the base.
+
+    Weights go by their Hugging Face names, gathered one at a time. The engine counts a version more
+    and forgets its KV. Returns the seconds that it took.
+    """
+    started = time.monotonic()
+    if config.lora.base == "int4":
+        copy_adapters(trained, engine.model)
+        engine.update_weights()
+    else:
+        engine.update_weights(named_hf_tensors(trained, dtype))
+    return time.monotonic() - started
 
 
 def write_results(

@@ -23,7 +23,6 @@ from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Trajectory, Turn
 from nanorchestra.report.page import write_report
 from nanorchestra.settings import load_config
-from nanorchestra.tools.spending import Spending
 from nanorchestra.training.command import Stop
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import samples_in
@@ -388,7 +387,7 @@ def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(sandbox):
         seeds=seeds,
         environment_seeds=seeds,
         ranks=Ranks(),
-        spending=Spending(),
+        problem=lambda: "",
     )
     statuses = [t.status for t in attempts.trajectories]
     assert statuses == ["answered"] * 4 + ["infrastructure"]
@@ -432,7 +431,7 @@ def test_a_rank_makes_the_environments_of_its_own_share_alone(sandbox):
         seeds=list(range(20)),
         environment_seeds=list(range(20)),
         ranks=SecondOfThree(1, 3),
-        spending=Spending(),
+        problem=lambda: "",
         together=4,
     )
     assert [t.seed for t in attempts.trajectories] == list(range(8, 16))

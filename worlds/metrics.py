@@ -48,14 +48,14 @@ class Difference(NamedTuple):
     p: float
 
 
-def score(task: Task, attempt: Trajectory, own_reward: UserReward | None = None) -> Trajectory:
+def score(task: Task, attempt: Trajectory, user_reward: UserReward | None = None) -> Trajectory:
     """Sets the attempt's reward to its absolute form (`task_rewards`), and returns the attempt.
 
     A reward of the user's own pays it in its place, as a group of one.
     """
     rewards = task_rewards([attempt], task.preference, task.bounds)
-    if own_reward is not None and attempt.status != "infrastructure":
-        rewards = own_reward(task, [attempt], rewards)
+    if user_reward is not None and attempt.status != "infrastructure":
+        rewards = user_reward(task, [attempt], rewards)
     (reward,) = rewards
     attempt.reward = float(reward)
     return attempt

@@ -23,12 +23,12 @@ from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import local
 from nanorchestra.report.plan import Setup, memory, peak
 from nanorchestra.settings import load_config
-from nanorchestra.training.build import as_configured, build_engine, build_trainer, publish
+from nanorchestra.training.build import as_configured, build_engine, build_trainer
 from nanorchestra.training.costs import GB, peak_flops
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.grpo import OBJECTIVES, group_advantages
 from nanorchestra.training.packing import Group, Sample
-from train import policy_update
+from train import policy_update, publish
 
 # Rows of 64, which a base in 4 bits divides into groups.
 SMALL = replace(

@@ -18,7 +18,7 @@ def fetch(word: str, ranks: Any) -> str:
     training.distributed.Ranks, call this.
     """
     name = ranks.broadcast(formats.pinned(word) if ranks.first else "")
-    waiting = ranks.new_group(DOWNLOAD_S)
+    waiting = ranks.with_own_group(DOWNLOAD_S)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         with _interrupted_at_once():
             formats.directory_of(name)

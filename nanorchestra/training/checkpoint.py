@@ -40,7 +40,7 @@ class Checkpoints:
     def __init__(self, folder: Path, ranks: Ranks):
         self.folder, self.ranks = folder, ranks
         self._saving: tuple[Path, Future] | None = None
-        self._writing_ranks = ranks.new_group()  # for the thread that writes
+        self._writing_ranks = ranks.with_own_group()  # for the thread that writes
         if ranks.first:
             folder.mkdir(exist_ok=True)
             for unfinished in set(folder.iterdir()) - set(whole_checkpoints(folder)):

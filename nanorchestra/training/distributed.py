@@ -101,7 +101,7 @@ class Ranks:
             world_size=size,
             timeout=timeout,
         )
-        self.group = self.new_group().group
+        self.group = self.with_own_group().group
         shape, dimensions = (size,), ("shard",)
         if shard == "node" and size > per_node:
             shape, dimensions = (size // per_node, per_node), ("replicate", "shard")
@@ -112,8 +112,8 @@ class Ranks:
         """Whether this rank writes and prints."""
         return self.rank == 0
 
-    def new_group(self, timeout_s: float | None = None) -> Ranks:
-        """Returns the same ranks for one more thread, or with another time-out.
+    def with_own_group(self, timeout_s: float | None = None) -> Ranks:
+        """Returns the same ranks with a group of their own: for a thread, or another time-out.
 
         Its exchanges do not cross those of this object. An exchange fails after `timeout_s`
         seconds, by default COLLECTIVE_S. All ranks call it together.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from nanorchestra.agent.attempts import RETRIES, Player, play
 from nanorchestra.agent.world import Split, World
@@ -45,12 +44,6 @@ class Attempts:
             yield self.tasks[start], self.trajectories[start : start + size]
 
 
-class Budget(Protocol):
-    """The dollars of a run: `problem` says why it has to end, "" if it has not."""
-
-    problem: str
-
-
 def play_on_ranks(
     player: Player,
     world: World,
@@ -60,34 +53,38 @@ def play_on_ranks(
     seeds: list[int],
     environment_seeds: list[int],
     ranks: Ranks,
-    spending: Budget,
+    problem: Callable[[], str],
     together: int = 1,
 ) -> Attempts:
-    """Plays attempt i at task indices[i] of a split; every rank has all attempts.
+    """Plays attempt i at task indices[i] of a split; every rank has all attempts, in this order.
 
-    seeds: of sampling. environment_seeds: of the simulated experts. Each rank makes the tasks and
-    environments of its own share. `together` attempts in a row, those at one task, are played by
-    one rank, whose engine then shares their prompt. All ranks call it together. UserError if the
-    run has no dollars left.
+    seeds: of sampling. environment_seeds: of the simulated experts. problem() says why the run has
+    to end, "" if it has not. A rank plays a run of neighbours, and makes their tasks and
+    environments. `together` of these, those at one task, stay on one rank, whose engine then shares
+    their prompt; so the last ranks may have fewer, or none. All ranks call it together. UserError
+    if one has a problem.
     """
     started = time.monotonic()
     share = -(-len(indices) // (ranks.world_size * together)) * together
-    mine = range(len(indices))[share * ranks.rank : share * (ranks.rank + 1)]
-    tasks = [world.task(split, indices[i]) for i in mine]
+    own = slice(ranks.rank * share, (ranks.rank + 1) * share)
+    own_tasks = [world.task(split, index) for index in indices[own]]
+    own_environment_seeds = environment_seeds[own]
 
-    def environment(k):
-        return world.environment(tasks[k], environment_seeds[mine[k]])
+    def environment(i):
+        return world.environment(own_tasks[i], own_environment_seeds[i])
 
-    played = play(player, environment, [seeds[i] for i in mine], lambda: spending.problem)
-    tasks_of_all, trajectories, repeated = [], [], 0
-    for their_tasks, (their_trajectories, their_repeated) in ranks.all_gather((tasks, played)):
-        tasks_of_all += their_tasks
-        trajectories += their_trajectories
-        repeated += their_repeated
-    for problem in ranks.all_gather(spending.problem):
-        if problem:
-            raise UserError(problem)
-    return Attempts(tasks_of_all, trajectories, repeated, time.monotonic() - started)
+    own_trajectories, own_repeated = play(player, environment, seeds[own], problem)
+    attempts = Attempts([], [], 0, 0.0)
+    for part in ranks.all_gather((own_tasks, own_trajectories, own_repeated)):
+        tasks, trajectories, repeated = part
+        attempts.tasks += tasks
+        attempts.trajectories += trajectories
+        attempts.repeated += repeated
+    for their_problem in ranks.all_gather(problem()):
+        if their_problem:
+            raise UserError(their_problem)
+    attempts.seconds = time.monotonic() - started
+    return attempts
 
 
 def rollout_timeout_s(config: Config) -> float:

@@ -97,7 +97,7 @@ def test_a_rollout_that_the_limit_cut_short_ends_the_run_with_one_line(tmp_path)
             "seeds": seeds,
             "environment_seeds": seeds,
             "ranks": Ranks(),
-            "spending": spending,
+            "problem": lambda: spending.problem,
         }
         return play_on_ranks(player, world, "train", seeds, **options)
 
@@ -132,7 +132,7 @@ def test_a_reply_that_is_not_recorded_ends_the_run_on_every_rank(tmp_path):
 
     options = {"seeds": [], "environment_seeds": [], "ranks": FirstOfTwo(0, 2)}
     with pytest.raises(UserError, match="no reply is recorded to big"):
-        play_on_ranks(player, world, "train", [], spending=spending, **options)
+        play_on_ranks(player, world, "train", [], problem=lambda: spending.problem, **options)
 
 
 def test_a_run_without_a_limit_is_never_refused(tmp_path):

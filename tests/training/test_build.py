@@ -21,7 +21,7 @@ from nanorchestra.training import build
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import Group, Sample, samples_in
 from nanorchestra.training.trainer import Trainer
-from train import supervised_update
+from train import publish, supervised_update
 
 QLORA = {
     "lora.base": "int4",
@@ -65,11 +65,11 @@ def parts(run):
     trainer = build.build_trainer(run.config, model, tokenizer, run.ranks, torch.float32)
     engine = build.build_engine(run.config, model, tokenizer, run.ranks, torch.float32)
 
-    def publish():
-        build.publish(run.config, model, engine, torch.float32)
+    def publish_weights():
+        publish(run.config, model, engine, torch.float32)
 
-    publish()
-    return trainer, engine, publish
+    publish_weights()
+    return trainer, engine, publish_weights
 
 
 def test_trainer_and_engine_share_the_base_and_agree_after_every_update(make_training):
@@ -92,7 +92,7 @@ def test_trainer_and_engine_share_the_base_and_agree_after_every_update(make_tra
 def test_demonstrations_lower_the_loss_and_the_engine_has_them_once_they_are_published(
     make_training,
 ):
-    trainer, engine, publish = parts(make_training("taught", QLORA))
+    trainer, engine, publish_weights = parts(make_training("taught", QLORA))
     ids = [(7 * i) % 300 + 5 for i in range(40)]
     in_loss = [False] * 4 + [True] * 36
     groups = [Group([Sample(ids, in_loss, [0.0] * 40, 1.0)], 4)]
@@ -104,7 +104,7 @@ def test_demonstrations_lower_the_loss_and_the_engine_has_them_once_they_are_pub
         return sum(logprobs[3:]) / 36
 
     assert likelihood() == pytest.approx(-losses[0], abs=1e-3)
-    publish()
+    publish_weights()
     trainer.compute_first_logprobs(groups, 1.0)
     (sample,) = samples_in(groups)
     assert likelihood() == pytest.approx(sum(sample.first_logprobs) / 36, abs=1e-4)

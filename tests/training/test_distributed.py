@@ -221,7 +221,7 @@ def loaded(ranks: Ranks, source: str) -> dict[str, torch.Tensor]:
 
 def exchange(ranks: Ranks) -> dict[str, torch.Tensor]:
     """What each rank has, also in two threads at a time."""
-    other = ranks.new_group(600.0)
+    other = ranks.with_own_group(600.0)
     assert ranks.all_gather(ranks.rank) == list(range(ranks.world_size))
     assert ranks.broadcast(["of", ranks.rank]) == ["of", 0]
     with ThreadPoolExecutor(1) as pool:
