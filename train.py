@@ -218,6 +218,8 @@ def play_step(
         problem=lambda: spending.problem,
         together=grpo.group_size,
     )
+    drawn_by = {version for t in attempts.trajectories for version in t.weight_versions}
+    assert drawn_by <= {-1, step + 1}, "an id was drawn by the weights of another step"
     require_most_worked(attempts.trajectories, step)
     require_begun(attempts.trajectories, f"step {step + 1}", config)
     return attempts

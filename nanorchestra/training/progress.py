@@ -125,7 +125,7 @@ class TrainingRun:
             self.progress = Progress(**notes["progress"])
             if self.progress.phase == "grpo":
                 trainer.begin_grpo(self.config.grpo)  # its optimizers and reference are read, too
-                engine.weight_version = notes["weight_version"] - 1  # the first publish adds 1
+                engine.weight_version = self.progress.step  # publishing makes it that of the next
             self.checkpoints.load(newest, trainer.tensors())
         if self.ranks.first:
             self.folder.truncate(offsets)
@@ -196,7 +196,6 @@ class TrainingRun:
         notes = {
             "progress": dataclasses.asdict(progress),
             "offsets": self.folder.offsets() if self.ranks.first else {},
-            "weight_version": self.engine.weight_version,
         }
         order = int(progress.phase != "warm_start")  # names sort by age
         name = f"{order}-{progress.phase}-{progress.step:06d}"
