@@ -325,7 +325,7 @@ def policy_update(
         loss = losses.sum() / loss_ids  # a share of the mean; without ids 0, and it has a graph
         backward(loss, trainer.model, trainer.ranks, last=batch is micro_batches[-1])
 
-        sums.add(loss=loss * loss_ids, entropy=entropy, **terms)  # means are sums / loss_ids
+        sums.add(loss=losses, entropy=entropy, **terms)
         sums.add_mismatch(batch.sampler_logprobs, first_logprobs)
         sums.flops += trainer.flops(batch, reference=kl is not None)
 
