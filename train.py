@@ -57,6 +57,7 @@ from nanorchestra.formats.load import open_checkpoint
 from nanorchestra.model.checkpoint import named_hf_tensors, save_checkpoint
 from nanorchestra.model.lora import copy_adapters, save_adapter
 from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.page import write_report
 from nanorchestra.report.plan import plan
@@ -144,7 +145,6 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
         publish(config, model, engine, dtype)
         run.progress.before = held_out("before")
         run.begin_grpo()
-        engine.reset_prefix_cache()  # as in a resumed run, which has no KV pages
         run.save()
         if run.asked_to_stop():
             return False
@@ -180,10 +180,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     # ---- Results
 
     after = held_out("after")
-    path = run.folder.path
-    save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=ranks.first)
-    if config.lora.rank:
-        save_adapter(model, path / "adapter", config.model.path, write=ranks.first)
+    save_model(run, config, model, tokenizer, dtype)
     run.checkpoints.wait()
     if ranks.first:
         routers = evaluate_routers(config, world, user_reward)
@@ -525,6 +522,16 @@ def publish(config: Config, trained: Qwen3, engine: Engine, dtype: torch.dtype) 
     else:
         engine.update_weights(named_hf_tensors(trained, dtype))
     return time.monotonic() - started
+
+
+def save_model(
+    run: TrainingRun, config: Config, model: Qwen3, tokenizer: Tokenizer, dtype: torch.dtype
+) -> None:
+    """Saves the trained weights as model/ in the run's directory, and adapters as adapter/ too."""
+    path, first = run.folder.path, run.ranks.first
+    save_checkpoint(model, tokenizer, path / "model", dtype=dtype, write=first)
+    if config.lora.rank:
+        save_adapter(model, path / "adapter", config.model.path, write=first)
 
 
 def write_results(

@@ -137,9 +137,13 @@ class TrainingRun:
         self.say(f"resuming {self.folder.path} at {phase} step {step}")
 
     def begin_grpo(self) -> None:
-        """Goes from the warm start to GRPO: its optimizer, and the weights of now as reference."""
+        """Goes from the warm start to GRPO: its optimizer, and the weights of now as reference.
+
+        The engine has no KV pages then, as in a resumed run.
+        """
         self.progress.phase, self.progress.step = "grpo", 0
         self.trainer.begin_grpo(self.config.grpo)
+        self.engine.reset_prefix_cache()
 
     def close(self, finished: bool) -> None:
         """Waits for the last checkpoint, and says how the run can go on.
