@@ -71,12 +71,12 @@ WISHES = {
         ("Be quick.", "I am in a hurry.", "I cannot wait.", "As fast as you can."),
     ),
 }
-# A note that names a row, a matter or a value, such as "trial 388". It mentions another, too, so
-# that only a reader of the sentence knows which one to follow.
+# A note that names a row, a matter or a value, such as "our trial 388". It mentions another, too,
+# so that only a reader of the sentence knows which one to follow.
 NOTES = (
     "As {other} is closed, see {word}.",
     "Filed under {word}, not under {other}.",
-    "No {other} any more, it moved to {word}.",
+    "Gone from {other}, it moved to {word}.",
     "It is {word} that came after {other}.",
     "See {word}, since {other} knows no more.",
     "Ask about {word}, for {other} left.",
@@ -87,6 +87,7 @@ NOTES = (
     "Now {word} has it, {other} has not.",
     "Look for {word}, not for {other}.",
 )
+DETERMINERS = ("a", "the", "our", "that", "some", "one", "their", "another")  # before each word
 PRODUCTS = (
     "Price {}, count {}.",
     "{} each, count {}.",
@@ -261,13 +262,16 @@ def draw_note(rng: random.Random, split: str, table: str, word: str | int, numbe
         return rng.choice(PRODUCTS).format(word, number)
     other = rng.choice([each for each in WORDS if each not in (table, word)])
     other_number = rng.randint(10, 99) if other in FIELDS else draw_id(rng, split)
-    return rng.choice(NOTES).format(word=f"{word} {number}", other=f"{other} {other_number}")
+    return rng.choice(NOTES).format(
+        word=f"{rng.choice(DETERMINERS)} {word} {number}",
+        other=f"{rng.choice(DETERMINERS)} {other} {other_number}",
+    )
 
 
 # What reads the sentences again.
 
 SENTENCES = [
-    re.compile(note.format(word=r"(?P<word>[a-z]+) (?P<number>\d+)", other=r"[a-z]+ \d+"))
+    re.compile(note.format(word=r"\w+ (?P<word>\w+) (?P<number>\d+)", other=r"\w+ \w+ \d+"))
     for note in NOTES
 ]
 
