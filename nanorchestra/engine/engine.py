@@ -311,13 +311,14 @@ class Engine:
     def _accept(self, launched: Launched) -> Results:
         """Reads the draws of a step and gives the requests their tokens. Returns the draws."""
         batch = launched.batch
+        sampled = batch.sampled
         results = self.runner.read(launched)
-        self._check_finite(batch.sampled, results)
+        self._check_finite(sampled, results)
         self.scheduler.commit(batch)  # counts ids, so it comes before the new ones
         self._counts["steps"] += 1
         self._counts["prefill_tokens"] += batch.prefill_tokens
-        self._counts["sampled_tokens"] += len(batch.sampled)
-        for request in batch.sampled:
+        self._counts["sampled_tokens"] += len(sampled)
+        for request in sampled:
             self._accept_token(request, results[request])
         return results
 
@@ -351,8 +352,9 @@ class Engine:
 
         A callback may abort any request. One that has been aborted, or has failed, hears no more.
         """
-        ended = request.finished and request.completion.finish_reason in ("abort", "error")
-        if request.on_token is None or ended:
+        if request.on_token is None:
+            return
+        if request.finished and request.completion.finish_reason in ("abort", "error"):
             return
         try:
             request.on_token(result.token, result.logprob)

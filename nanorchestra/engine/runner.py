@@ -100,7 +100,9 @@ class Runner:
         if launched.copy_done is not None:
             launched.copy_done.synchronize()
         draws = launched.draws_on_host.listed([request.params for request in launched.requests])
-        return dict(zip(launched.requests, draws, strict=True)) | launched.errors
+        results: dict[Request, Result] = dict(zip(launched.requests, draws, strict=True))
+        results.update(launched.errors)
+        return results
 
     def wait(self) -> None:
         """Waits for everything that was launched."""

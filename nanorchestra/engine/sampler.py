@@ -48,15 +48,12 @@ class Draws(NamedTuple):
 
     def listed(self, params: abc.Sequence[SamplingParams]) -> list[Draw]:
         """Returns the draw of each row, once they are on the host."""
-        reports = iter(zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True))
-        draws = []
-        rows = zip(params, self.tokens.tolist(), self.logprobs.tolist(), strict=True)
-        for p, token, logprob in rows:
-            top = []
-            if p.top_logprobs:
-                ids, logprobs = next(reports)
-                top = list(zip(ids, logprobs, strict=True))[: p.top_logprobs]
-            draws.append(Draw(token, logprob, top))
+        draws = list(map(Draw, self.tokens.tolist(), self.logprobs.tolist()))
+        reporting = [row for row, p in enumerate(params) if p.top_logprobs]
+        reports = zip(reporting, self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
+        for row, ids, logprobs in reports:
+            top = list(zip(ids, logprobs, strict=True))[: params[row].top_logprobs]
+            draws[row] = draws[row]._replace(top_logprobs=top)
         return draws
 
 
@@ -76,8 +73,11 @@ def draw_tokens(
     device = logits.device
 
     # Temperature. A greedy row has 1: its log-probability is at temperature 1.
-    temperature = np.array([[1.0 if p.greedy else p.temperature] for p in params], np.float32)
-    z = logits[:, :num_drawable].float() * to_device(1.0 / temperature, device)  # [R, vocab]
+    greedy = np.array([p.greedy for p in params])
+    temperature = np.array([p.temperature for p in params], np.float32)
+    temperature[greedy] = 1.0
+    inverse = to_device(1.0 / temperature, device)[:, None]
+    z = logits[:, :num_drawable].float() * inverse  # [R, vocab]
 
     # Masks.
     masked = [row for row, mask in enumerate(allowed) if mask is not None]
@@ -89,8 +89,9 @@ def draw_tokens(
     # Softmax, but for its division, of the ids that top-k and top-p keep.
     z -= z.amax(1, keepdim=True)
     weights = _weights(z)  # [R, buckets * BUCKET]
-    by_top_k = [row for row, p in enumerate(params) if p.truncated and p.top_k]
-    by_sort = [row for row, p in enumerate(params) if p.truncated and not p.top_k]
+    truncated = [row for row, p in enumerate(params) if p.truncated]
+    by_top_k = [row for row in truncated if params[row].top_k]
+    by_sort = [row for row in truncated if not params[row].top_k]
     for limited in (by_top_k, by_sort):
         if limited:
             rows = _index(limited, device)
@@ -99,9 +100,9 @@ def draw_tokens(
 
     noise = to_device(uniforms([p.seed for p in params], positions), device)[:, None]  # [R, 1]
     tokens, total = _invert(weights, noise)
-    greedy = np.array([[p.greedy] for p in params])
     if greedy.any():
-        tokens = torch.where(to_device(greedy, device), z.argmax(1, keepdim=True), tokens)
+        most_probable = z.argmax(1, keepdim=True)
+        tokens = torch.where(to_device(greedy, device)[:, None], most_probable, tokens)
 
     # Log-probabilities.
     logprobs = z.gather(1, tokens).double() - total.log()
@@ -127,7 +128,7 @@ def _invert(weights, noise) -> tuple[Tensor, Tensor]:
     total = cumulative[:, -1:]
     target = noise * total
     bucket = _first_above(cumulative, target)  # [R, 1]
-    before = cumulative.gather(1, (bucket - 1).clamp(min=0)).masked_fill_(bucket == 0, 0.0)
+    before = F.pad(cumulative, (1, 0)).gather(1, bucket)
     inside = buckets.gather(1, bucket[:, :, None].expand(-1, -1, BUCKET))[:, 0]
     cumulative_inside = inside.double().cumsum(1)  # [R, BUCKET]
     return bucket * BUCKET + _first_above(cumulative_inside, target - before), total
@@ -151,10 +152,9 @@ def uniforms(seeds: abc.Sequence[int], positions: abc.Sequence[int]) -> np.ndarr
 
     The hash is the finaliser of splitmix64 (Steele et al. 2014), applied three times.
     """
-    with np.errstate(over="ignore"):
-        seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64)
-        state = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) ^ np.asarray(positions, np.uint64))
-        return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64)
+    state = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) ^ np.asarray(positions, np.uint64))
+    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(x) -> np.ndarray:
@@ -194,11 +194,12 @@ def _cumulative(buckets) -> Tensor:
 def _first_above(cumulative, target) -> Tensor:
     """Returns the first index [R, 1] of each row whose cumulative weight exceeds the target [R, 1].
 
-    The target is kept inside, so that rounding never leads to an index without weight.
+    The target is kept inside, so that rounding never leads to an index without weight. A target of
+    NaN is exceeded nowhere: the index of its row is then 0.
     """
-    target = target.clamp(min=0.0).minimum(cumulative[:, -1:] * (1 - 1e-12))
-    index = (cumulative <= target).sum(1, keepdim=True)
-    return index.clamp_(max=cumulative.shape[1] - 1)
+    target = target.minimum(cumulative[:, -1:] * (1 - 1e-12))
+    index = torch.searchsorted(cumulative, target, right=True)
+    return index.remainder_(cumulative.shape[1])  # the length, of NaN, becomes 0
 
 
 def _truncate(weights, params) -> Tensor:

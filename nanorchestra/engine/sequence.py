@@ -73,7 +73,7 @@ class SamplingParams:
     @property
     def truncated(self) -> bool:
         """True if the draw is from the most probable ids alone."""
-        return not self.greedy and (self.top_p < 1 or self.top_k > 0)
+        return (self.top_p < 1 or self.top_k > 0) and not self.greedy
 
 
 def _whole(name, value) -> int:
