@@ -5,9 +5,9 @@ Inside a page native.c keeps KV in an order of its own (`block_of`).
 
 import torch
 
+from nanorchestra.engine.paged_attention import GatheredAttention, PagedChunk
 from nanorchestra.engine.runner import Launched, Runner, kv_shape, page_bytes
 from nanorchestra.engine.scheduler import Batch, Chunk
-from nanorchestra.model.attention import GatheredAttention, PagedChunk
 from nanorchestra.model.native import BLOCK, Forward, PackedLinear, zeros
 from nanorchestra.model.qwen3 import Qwen3
 

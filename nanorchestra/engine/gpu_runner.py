@@ -21,20 +21,22 @@ from torch import Tensor
 from kernels.common import SIZES
 from kernels.paged_decode import decode_scratch, rows_per_item, split_bounds
 from kernels.paged_prefill import prefill_items
+from nanorchestra.engine.paged_attention import PagedAttention
 from nanorchestra.engine.runner import Launched, Runner, kv_shape, page_bytes
-from nanorchestra.engine.sampler import draw_tokens, to_device
+from nanorchestra.engine.sampler import draw_tokens
 from nanorchestra.engine.scheduler import Batch
 from nanorchestra.engine.sequence import Request, SamplingParams
 from nanorchestra.engine.step_inputs import (
     Paging,
+    StepInputs,
     copy_inputs,
     empty_inputs,
     first_decodes,
     inputs_to_device,
     make_inputs,
 )
+from nanorchestra.engine.transfers import to_device
 from nanorchestra.errors import require
-from nanorchestra.model.attention import PagedAttention, StepInputs
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
 MEMORY_SHARE = 0.9  # of the free memory that the KV pages take, if their number is not given

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanorchestra.engine.sequence import SamplingParams, TopLogprobs
+from nanorchestra.engine.transfers import to_device
 
 BUCKET = 64  # ids
 
@@ -161,20 +162,6 @@ def _mix(x) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Returns an array of the host as a tensor on the device, which a GPU fills later."""
-    return staged(values, device).to(device, non_blocking=True)
-
-
-def staged(values: np.ndarray, device: torch.device) -> Tensor:
-    """Returns an array as a tensor of the host from which the device can copy by itself.
-
-    torch does not use its memory again before such a copy has ended.
-    """
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory() if device.type == "cuda" and len(values) else tensor
 
 
 def _index(rows, device) -> Tensor:

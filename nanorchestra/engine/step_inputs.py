@@ -10,14 +10,46 @@ from torch import Tensor
 
 from kernels.paged_decode import SharedPrefix, decode_items
 from kernels.paged_prefill import prefill_items
-from nanorchestra.engine.sampler import staged, to_device
 from nanorchestra.engine.scheduler import Chunk
 from nanorchestra.engine.sequence import Request
-from nanorchestra.model.attention import StepInputs
+from nanorchestra.engine.transfers import staged, to_device
 
 # Rows are a group if they share this part of what either shares with others. Below 1: two of eight
 # samples of a prompt that also share a page of their own must not leave the other six.
 SAME_GROUP = 3 / 4
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step on a GPU reads: arrays of the host, or tensors of the device, all int32.
+
+    The newest token of each sequence that decodes comes first, then chunks of prompts.
+    """
+
+    # Of every token.
+    tokens: np.ndarray | Tensor  # [T]
+    positions: np.ndarray | Tensor  # [T]
+    slots: np.ndarray | Tensor  # [T]: page * page_size + offset of its key and value; -1: nowhere
+    # Of decodes (kernels/paged_decode.py).
+    context_lens: np.ndarray | Tensor  # [decodes]: keys, that of the newest token included
+    decode_tables: np.ndarray | Tensor  # [decodes, width]: the pages of each
+    decode_items: np.ndarray | Tensor  # [items, 3]
+    num_decode_items: np.ndarray | Tensor  # [1]
+    # Of chunks (kernels/paged_prefill.py).
+    prefill_tables: np.ndarray | Tensor  # [chunks, width]: the pages of each
+    prefill_items: np.ndarray | Tensor  # [items, 4]
+    # Of a step with chunks, each row that is sampled: the index of its last token.
+    last_tokens: np.ndarray | Tensor  # [sampled]
+
+    @property
+    def num_decodes(self) -> int:
+        """Returns how many of the tokens, the first ones, are decodes."""
+        return len(self.context_lens)
+
+    @property
+    def num_chunks(self) -> int:
+        """Returns the number of chunks."""
+        return len(self.prefill_tables)
 
 
 @dataclass(frozen=True)

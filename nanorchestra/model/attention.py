@@ -1,13 +1,12 @@
-"""Attention in its three places: KV pages on a GPU, KV pages in plain PyTorch, a pack of sequences.
+"""What the decoder asks of attention, and attention of a pack: sequences that share prefixes.
 
 An attention object receives a layer's raw queries, keys and values. It owns all that follows: the
 norm of queries and keys, their rotation, the store of keys and values, and attention itself. One
 object serves all layers of a step. The rest is qwen3.py, the one PyTorch decoder of trainer and
 engine; native/native.c repeats decoder and attention in C for CPUs.
 
-    PagedAttention     the engine on a GPU: Triton kernels
-    GatheredAttention  the engine on a CPU without native/: the same pages in plain PyTorch
-    PackedAttention    training and scores: sequences that share prefixes, differentiable
+`PackedAttention`, of training and scores, is differentiable. The engine's two, over KV pages, are
+in engine/paged_attention.py.
 """
 
 from __future__ import annotations
@@ -16,15 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.flash import FlashWork, Span, flash_attention, flash_work
-from kernels.paged_decode import DecodeScratch, decode_attention
-from kernels.paged_prefill import prefill_attention
-from kernels.qk_norm_rope import qk_norm_rope_store
 from nanorchestra.model import ops
 from nanorchestra.model.ops import qk_norm_rope
 from nanorchestra.model.rope import Rotation
@@ -43,150 +37,6 @@ class Attention(Protocol):
         has `kv_heads`, the norms (q_norm, k_norm, eps) and the `index` of the layer.
         """
         ...
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What a step on a GPU reads: arrays of the host, or tensors of the device, all int32.
-
-    The newest token of each sequence that decodes comes first, then chunks of prompts.
-    """
-
-    # Of every token.
-    tokens: np.ndarray | Tensor  # [T]
-    positions: np.ndarray | Tensor  # [T]
-    slots: np.ndarray | Tensor  # [T]: page * page_size + offset of its key and value; -1: nowhere
-    # Of decodes (kernels/paged_decode.py).
-    context_lens: np.ndarray | Tensor  # [decodes]: keys, that of the newest token included
-    decode_tables: np.ndarray | Tensor  # [decodes, width]: the pages of each
-    decode_items: np.ndarray | Tensor  # [items, 3]
-    num_decode_items: np.ndarray | Tensor  # [1]
-    # Of chunks (kernels/paged_prefill.py).
-    prefill_tables: np.ndarray | Tensor  # [chunks, width]: the pages of each
-    prefill_items: np.ndarray | Tensor  # [items, 4]
-    # Of a step with chunks, each row that is sampled: the index of its last token.
-    last_tokens: np.ndarray | Tensor  # [sampled]
-
-    @property
-    def num_decodes(self) -> int:
-        """Returns how many of the tokens, the first ones, are decodes."""
-        return len(self.context_lens)
-
-    @property
-    def num_chunks(self) -> int:
-        """Returns the number of chunks."""
-        return len(self.prefill_tables)
-
-
-@dataclass(frozen=True)
-class PagedAttention:
-    """Attention of a step over KV pages, by Triton kernels.
-
-    k_cache, v_cache [layers, pages, Hkv, page_size, D]. scratch: of the step's decodes.
-    """
-
-    k_cache: Tensor
-    v_cache: Tensor
-    inputs: StepInputs
-    scratch: DecodeScratch | None
-
-    def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
-        """Returns attention's output [T, H, D]; stores the tokens' keys and values first."""
-        k_cache, v_cache = self.k_cache[layer.index], self.v_cache[layer.index]
-        q = qk_norm_rope_store(
-            qkv,
-            layer.q_norm,
-            layer.k_norm,
-            rotation.cos,
-            rotation.sin,
-            k_cache,
-            v_cache,
-            self.inputs.slots,
-            layer.eps,
-        )
-        return self.attend(q, k_cache, v_cache)
-
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Returns attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
-        out = torch.empty_like(q)
-        inputs, decodes = self.inputs, self.inputs.num_decodes
-        if decodes:
-            decode_attention(
-                q[:decodes],
-                k_cache,
-                v_cache,
-                inputs.decode_tables,
-                inputs.context_lens,
-                inputs.decode_items,
-                inputs.num_decode_items,
-                self.scratch,
-                out[:decodes],
-            )
-        if inputs.num_chunks:
-            prefill_attention(
-                q[decodes:],
-                k_cache,
-                v_cache,
-                inputs.prefill_tables,
-                inputs.prefill_items,
-                out[decodes:],
-            )
-        return out
-
-
-@dataclass(frozen=True)
-class PagedChunk:
-    """Tokens start .. start + count of a sequence, and its pages."""
-
-    start: int
-    count: int
-    block_table: Sequence[int]
-
-
-class GatheredAttention:
-    """Attention of a step over KV pages, in plain PyTorch: gathers the keys of a chunk, attends.
-
-    k_cache, v_cache [layers, pages, Hkv, page_size, D], as PagedAttention's; chunks: those of the
-    step, in the order of its tokens.
-    """
-
-    def __init__(self, k_cache: Tensor, v_cache: Tensor, chunks: Sequence[PagedChunk]):
-        self.k_cache, self.v_cache = k_cache, v_cache
-        self.chunks = chunks
-        page_size = k_cache.shape[3]
-        pages, offsets = [], []
-        for chunk in chunks:
-            for position in range(chunk.start, chunk.start + chunk.count):
-                pages.append(chunk.block_table[position // page_size])
-                offsets.append(position % page_size)
-        self._pages = torch.tensor(pages, dtype=torch.int64, device=k_cache.device)  # [T]
-        self._offsets = torch.tensor(offsets, dtype=torch.int64, device=k_cache.device)  # [T]
-
-    def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
-        """Returns attention's output [T, H, D]; stores the tokens' keys and values first."""
-        q, k, v = qk_norm_rope(qkv, layer.q_norm, layer.k_norm, rotation, layer.kv_heads, layer.eps)
-        k_cache, v_cache = self.k_cache[layer.index], self.v_cache[layer.index]
-        # Indices around a slice put the tokens first: [T, Hkv, D], as k and v are.
-        k_cache[self._pages, :, self._offsets] = k
-        v_cache[self._pages, :, self._offsets] = v
-        return self.attend(q, k_cache, v_cache)
-
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Returns attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
-        outputs = []
-        queries = q.split([chunk.count for chunk in self.chunks])
-        for query, chunk in zip(queries, self.chunks, strict=True):
-            end = chunk.start + chunk.count
-            pages = list(chunk.block_table)
-            k = k_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]  # [1, Hkv, end, D]
-            v = v_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]
-            mask = torch.ones(chunk.count, end, dtype=torch.bool, device=q.device)
-            mask = mask.tril(chunk.start)  # a query sees the keys up to its own position
-            out = F.scaled_dot_product_attention(
-                query.transpose(0, 1)[None], k, v, mask, enable_gqa=True
-            )
-            outputs.append(out[0].transpose(0, 1))  # [count, H, D]
-        return torch.cat(outputs)
 
 
 @dataclass(frozen=True)

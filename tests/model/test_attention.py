@@ -7,15 +7,10 @@ import torch
 from kernel_check import DEVICE
 
 from kernels.paged_prefill import prefill_items
+from nanorchestra.engine.paged_attention import GatheredAttention, PagedAttention, PagedChunk
 from nanorchestra.engine.step_inputs import empty_inputs
 from nanorchestra.model import ops
-from nanorchestra.model.attention import (
-    GatheredAttention,
-    PackedAttention,
-    PagedAttention,
-    PagedChunk,
-    Segment,
-)
+from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.checkpoint import PRESETS
 from nanorchestra.model.qwen3 import Qwen3
 

@@ -8,7 +8,8 @@ import torch
 import transformers
 
 from nanorchestra.engine.engine import Engine, SamplingParams
-from nanorchestra.model.attention import GatheredAttention, PackedAttention, PagedChunk, Segment
+from nanorchestra.engine.paged_attention import GatheredAttention, PagedChunk
+from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.checkpoint import PRESETS, load_checkpoint, save_checkpoint
 from nanorchestra.model.native import BLOCK, Forward, PackedLinear, library, pack, zeros
 from nanorchestra.model.quantise import linears
