@@ -209,14 +209,13 @@ def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decode_scratch(
-    rows: int, max_context: int, heads: int, head_dim: int, device: torch.device | str
+    rows: int, bounds: Sequence[int], heads: int, head_dim: int, device: torch.device | str
 ) -> DecodeScratch:
-    """Returns the scratch for up to so many rows, and keys of a row."""
-    bounds = torch.tensor(split_bounds(max_context), dtype=torch.int32, device=device)
+    """Returns the scratch for up to so many rows, and these splits of their keys."""
     splits = len(bounds) - 1
     partial = torch.empty(rows, splits, heads, head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(rows, splits, heads, dtype=torch.float32, device=device)
-    return DecodeScratch(bounds, partial, lse)
+    return DecodeScratch(torch.tensor(bounds, dtype=torch.int32, device=device), partial, lse)
 
 
 # The launcher.

@@ -219,10 +219,10 @@ def decode(shape: Shape, rows: int, context: int, shared: int = 0) -> Case:
             block_tables[members, : shared // page] = block_tables[first, : shared // page]
         lengths = [context] * rows
         device = torch.get_default_device()
-        scratch = decode_scratch(rows, shape.max_context, heads, dim, device)
+        bounds = split_bounds(shape.max_context)
+        scratch = decode_scratch(rows, bounds, heads, dim, device)
         with torch.device("cpu"):  # what the engine makes on the host
-            splits = split_bounds(shape.max_context)
-            items = decode_items(lengths, prefixes, splits, rows_per_item(heads // kv_heads))
+            items = decode_items(lengths, prefixes, bounds, rows_per_item(heads // kv_heads))
             items = torch.from_numpy(items)
             num_items = torch.tensor([len(items)], dtype=torch.int32)
         caches = randn(2, rows * width, kv_heads, page, dim)

@@ -79,8 +79,9 @@ def steps(part: Part) -> None:
     with by_kernels(part):
         bench = bench_of(part)
         runner = bench.engine.runner
+        captured = runner.graphs
         for batch, graphs, overlaps in itertools.product(batches, switches, (True, False)):
-            runner.use_graphs = graphs
+            runner.graphs = captured if graphs else {}
             runner.overlaps = overlaps
             step_ms = bench.decode(batch, *sizes)["step_ms"]
             part.note(f"B={batch}, graphs {graphs}, look-ahead {overlaps}", step_ms=step_ms)

@@ -25,7 +25,7 @@ class BlockManager:
     page are the block tables it stands in. A page leaves the index before the page before it does.
     """
 
-    def __init__(self, num_pages: int, page_size: int = 16):
+    def __init__(self, num_pages: int, page_size: int):
         self.num_pages = num_pages
         self.page_size = page_size
         self._uids_given = 0

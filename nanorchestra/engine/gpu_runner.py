@@ -57,10 +57,8 @@ class GpuRunner(Runner):
     """
 
     overlaps = True
-    # Tokens of prefill beside decodes. 150 to 250 rows take the time of one, which is that of
-    # reading the weights.
+    # At 8B so many take the GPU less time than the host takes to launch the step (docs/kernels.md).
     mixed_prefill = 384
-    use_graphs = True  # by steps that only decode
 
     def __init__(
         self,
@@ -81,16 +79,15 @@ class GpuRunner(Runner):
         self.model, self.device, self.on_gpu = model, weight.device, weight.is_cuda
         self.max_batch_tokens, self.max_running = max_batch_tokens, max_running
         heads = config.num_attention_heads
+        bounds = split_bounds(max_context)
         self._paging = Paging(
             self.page_size,
             table_width=-(-max_context // self.page_size),
-            bounds=split_bounds(max_context),
+            bounds=bounds,
             rows_per_item=rows_per_item(heads // config.num_key_value_heads),
         )
-        self._scratch = decode_scratch(
-            max_running, max_context, heads, config.head_dim, self.device
-        )
-        most_items = max_running * (len(self._paging.bounds) - 1)
+        self._scratch = decode_scratch(max_running, bounds, heads, config.head_dim, self.device)
+        most_items = max_running * (len(bounds) - 1)
         self._inputs = empty_inputs(
             max_running, max_running, most_items, 0, self._paging.table_width, self.device
         )
@@ -120,7 +117,8 @@ class GpuRunner(Runner):
         """Runs steps and draws of all kinds, on page 0, of which nothing is kept.
 
         This compiles the kernels and copies the rotary frequencies to the device, which a capture
-        may not. torch then keeps the memory that such steps take.
+        may not. torch then keeps the memory that such steps take. Captures are in inference mode
+        as these are (`_forward`): with gradients, model/ops.py takes other operations.
         """
         for rows in graph_sizes(self.max_running):
             self._forward(first_decodes(self._inputs, rows))
@@ -195,7 +193,7 @@ class GpuRunner(Runner):
 
     def _graph_size(self, batch) -> int | None:
         """Returns the size of the smallest graph for the batch, None if it is run eagerly."""
-        if batch.prefills or not self.use_graphs:
+        if batch.prefills:
             return None
         return min((size for size in self.graphs if size >= len(batch.decodes)), default=None)
 

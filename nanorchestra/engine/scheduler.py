@@ -13,7 +13,7 @@ write its next full page, then takes the indexed pages and computes what is left
 import bisect
 from dataclasses import dataclass, field
 
-from nanorchestra.engine.block_manager import BlockManager, Key
+from nanorchestra.engine.block_manager import BlockManager
 from nanorchestra.engine.sequence import Request, Sequence
 
 
@@ -62,15 +62,6 @@ class Batch:
     def prefill_tokens(self) -> int:
         """Number of tokens of all chunks."""
         return sum(chunk.count for chunk in self.prefills)
-
-
-@dataclass
-class _Admission:
-    """What the admissions of one step share."""
-
-    batch: Batch
-    budget: int  # tokens that are left for prefill
-    coming_pages: set[Key]  # keys of the full pages that running prefills write next
 
 
 class Scheduler:
@@ -218,44 +209,43 @@ class Scheduler:
     # Admission.
 
     def _admit_waiting(self, batch, budget):
-        """Admits requests in order, until one has to wait for rows, tokens or pages."""
+        """Admits requests in order, until one has to wait for rows, tokens or pages.
+
+        budget: tokens that are left for prefill.
+        """
         if not self.waiting:
             return
-        admission = _Admission(batch, budget, coming_pages=set())
+        coming_pages = set()  # keys of the full pages that running prefills write next
         for request in self.running:
             if not request.is_decoding:
-                self._note_coming_page(admission, request)
+                coming_pages.add(self.blocks.next_key(request.sequence, len(request.ids)))
         for request in list(self.waiting):
             if len(self.running) >= self.max_running:
                 self._queue_is_stuck = True
                 return
-            if admission.budget <= 0:
+            if budget <= 0:
                 return
+            sequence, length = request.sequence, len(request.ids)
             try:
-                self._share_prefix(request)
-                if self._waits_for_a_page(admission, request):
-                    self.blocks.release(request.sequence)
+                if not sequence.block_table:  # a session comes with its own pages
+                    self.blocks.match(sequence)
+                next_page = self.blocks.next_key(sequence, length - 1)  # None: it is not full
+                if next_page and next_page in coming_pages and not request.resumes:
+                    self.blocks.release(sequence)
                     continue
                 if not self._take_pages(request):
                     self._queue_is_stuck = True
                     return
-                self._start(admission, request)
             except Exception as error:  # a fault of one request's must not stop the others
                 batch.failed[request] = error
-                batch.decodes = [other for other in batch.decodes if other is not request]
-                batch.prefills = [c for c in batch.prefills if c.request is not request]
-
-    def _share_prefix(self, request):
-        """Gives a request the indexed pages of its prefix. A session comes with its own pages."""
-        if not request.sequence.block_table:
-            self.blocks.match(request.sequence)
-
-    def _waits_for_a_page(self, admission, request) -> bool:
-        """True if a running prefill is about to write the next full page of the request."""
-        if request.resumes:
-            return False
-        key = self.blocks.next_key(request.sequence, len(request.ids) - 1)
-        return key in admission.coming_pages
+                continue
+            self._start(request)
+            if request.is_decoding:  # its prompt is cached, or one id long
+                batch.decodes.append(request)
+                budget -= 1
+            else:
+                coming_pages.add(self.blocks.next_key(sequence, length))
+                budget -= self._add_chunk(batch, request, budget)
 
     def _take_pages(self, request) -> bool:
         """Takes pages for all present tokens, and leaves one for each running request.
@@ -287,24 +277,12 @@ class Scheduler:
                 return False
         return True
 
-    def _start(self, admission, request):
-        """Moves a request that has its pages to the running ones, and adds what it computes."""
+    def _start(self, request):
+        """Moves a request that has its pages to the running ones."""
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_arrival)
         if request.cached_tokens is None:
             request.cached_tokens = request.sequence.num_computed
-        if request.is_decoding:
-            admission.batch.decodes.append(request)
-            admission.budget -= 1
-            return
-        self._note_coming_page(admission, request)
-        admission.budget -= self._add_chunk(admission.batch, request, admission.budget)
-
-    def _note_coming_page(self, admission, request):
-        """Notes the next page that a prefill fills."""
-        key = self.blocks.next_key(request.sequence, len(request.ids))
-        if key is not None:
-            admission.coming_pages.add(key)
 
     # Release.
 

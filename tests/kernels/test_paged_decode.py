@@ -252,7 +252,7 @@ def test_offsets_beyond_32_bits(generator):
     context_lens = torch.tensor([20, 13, 17], dtype=torch.int32, device=DEVICE)
     items = torch.from_numpy(decode_items([20, 13, 17], (), BOUNDS, 16)).to(DEVICE)
     num_items = torch.tensor([len(items)], dtype=torch.int32, device=DEVICE)
-    scratch = decode_scratch(3, 200, 1, 256, DEVICE)
+    scratch = decode_scratch(3, split_bounds(200), 1, 256, DEVICE)
     out = poisoned(3, 1, 256, dtype=torch.float16)
     bounds = torch.tensor(BOUNDS[:3], dtype=torch.int32, device=DEVICE)
     scratch = scratch._replace(bounds=bounds)
@@ -331,7 +331,7 @@ def test_the_list_has_each_split_of_each_row_once():
 
 
 def test_scratch():
-    bounds, partial, lse = decode_scratch(512, 40960, 32, 128, "meta")
+    bounds, partial, lse = decode_scratch(512, split_bounds(40960), 32, 128, "meta")
     assert partial.shape == (512, 44, 32, 128) and lse.shape == (512, 44, 32)
     assert bounds.dtype == torch.int32 and len(bounds) == 45
     assert partial.nbytes + lse.nbytes < 400e6
