@@ -1,6 +1,6 @@
 """Computes a scheduled batch on a CPU: the C of model/native a packed model, torch any other.
 
-Inside a page native.c keeps KV in an order of its own (`block_of`).
+Inside a page native.c keeps KV in an order of its own (`strip_of`).
 """
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from nanorchestra.engine.paged_attention import GatheredAttention, PagedChunk
 from nanorchestra.engine.runner import Launched, Runner, kv_shape, page_bytes
 from nanorchestra.engine.scheduler import Batch, Chunk
-from nanorchestra.model.native import BLOCK, Forward, PackedLinear, zeros
+from nanorchestra.model.native import STRIP, Forward, PackedLinear, zeros
 from nanorchestra.model.qwen3 import Qwen3
 
 DEFAULT_POOL = 1 << 30  # bytes
@@ -37,7 +37,7 @@ class CpuRunner(Runner):
         self.kv_cache = zeros(kv_shape(config, num_pages, self.page_size), dtype)
         self._native = None
         packed = isinstance(model.layers[0].down_proj, PackedLinear)
-        if packed and self.page_size % BLOCK == 0:
+        if packed and self.page_size % STRIP == 0:
             k_cache, v_cache = self.kv_cache
             self._native = Forward(model, k_cache, v_cache)
 

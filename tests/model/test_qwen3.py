@@ -11,7 +11,7 @@ from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.paged_attention import GatheredAttention, PagedChunk
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.checkpoint import PRESETS, load_checkpoint, save_checkpoint
-from nanorchestra.model.native import BLOCK, Forward, PackedLinear, library, pack, zeros
+from nanorchestra.model.native import STRIP, Forward, PackedLinear, library, pack, zeros
 from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.rope import scaled_frequencies
@@ -64,7 +64,7 @@ def logits_of(model: Qwen3, ids: torch.Tensor) -> torch.Tensor:
 def caches(config) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight pages of sixteen."""
     shape = (
-        config.num_hidden_layers, 8, config.num_key_value_heads, BLOCK, config.head_dim,
+        config.num_hidden_layers, 8, config.num_key_value_heads, STRIP, config.head_dim,
     )  # fmt: skip
     return zeros(shape, torch.float32), zeros(shape, torch.float32)
 
@@ -147,7 +147,7 @@ def test_the_engine_continues_as_transformers_does(name, packed, tmp_path):
     for count in (3, 17, 45):
         own = torch.randint(0, 320, (count,), generator=generator).tolist()
         prompts.append(shared + own)
-    engine = Engine(model, num_pages=40, page_size=BLOCK, max_batch_tokens=32)
+    engine = Engine(model, num_pages=40, page_size=STRIP, max_batch_tokens=32)
     completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=40))
     for prompt, completion in zip(prompts, completions, strict=True):
         expected = reference.generate(

@@ -32,7 +32,7 @@ from nanorchestra.model.qwen3 import Qwen3
 SOURCE = Path(__file__).with_name("native.c")
 HEADER = Path(__file__).with_name("native.h")
 COMMAND = "cc -O3 -march=native -fopenmp -fPIC -shared"
-BLOCK = 16  # keys of a page that lie together, as in native.h
+STRIP = 16  # keys of a page that lie together, as in native.h
 WIDEST_PANEL = 32  # outputs of a matrix that lie together: the largest PANEL of native.h
 LARGEST_DIM = 256  # of a head, MAX_DIM of native.c
 CPU_FEATURES = ("flags", "Features")  # how a line of /proc/cpuinfo begins: on x86, on ARM
@@ -166,7 +166,7 @@ def pack(model: Qwen3) -> None:
         config.num_attention_heads * config.head_dim,
         config.num_key_value_heads * config.head_dim,
     )
-    head_fits = config.head_dim % BLOCK == 0 and config.head_dim <= LARGEST_DIM
+    head_fits = config.head_dim % STRIP == 0 and config.head_dim <= LARGEST_DIM
     panels_fit = all(size % WIDEST_PANEL == 0 for size in sizes)
     fits = head_fits and panels_fit
     if not (names and weight.is_cpu and fits and library(weight.dtype)):
@@ -259,7 +259,7 @@ class Forward:
         output = model.lm_head.packed  # [panels, in / pair, columns, pair]
         self._outputs = output.shape[0] * output.shape[2]
         frequencies = model.rope_frequencies(k_cache.device)
-        rows, attended = self._library.chunk_rows(), config.num_attention_heads * dim
+        rows, attended = self._library.rows_at_once(), config.num_attention_heads * dim
         dtype, inner = k_cache.dtype, config.intermediate_size
         buffers = {
             "qkv": torch.empty(rows, attended + 2 * kv_heads * dim),
@@ -270,7 +270,7 @@ class Forward:
         }
         self._kept = model, k_cache, v_cache, frequencies, buffers  # native.c has addresses alone
 
-        layers = (_Layer * depth)(*(_layer(block) for block in model.layers))
+        layers = (_Layer * depth)(*(_layer(layer) for layer in model.layers))
         self._decoder = _Decoder(
             layers=layers,
             embeddings=model.embed_tokens.weight.data_ptr(),
@@ -339,19 +339,19 @@ class Forward:
         return logits[:, : self._config.vocab_size]
 
 
-def _layer(block) -> _Layer:
-    """Returns the addresses of a block's weights."""
-    attention = block.self_attn
+def _layer(layer) -> _Layer:
+    """Returns the addresses of a layer's weights."""
+    attention = layer.self_attn
     return _Layer(
-        input_norm=_address(block.input_layernorm),
+        input_norm=_address(layer.input_layernorm),
         q_norm=_address(attention.q_norm),
         k_norm=_address(attention.k_norm),
-        post_attention_norm=_address(block.post_attention_layernorm),
+        post_attention_norm=_address(layer.post_attention_layernorm),
         qkv=_address(attention.qkv_proj.packed),
         qkv_bias=_address(attention.qkv_proj.bias),
         o=_address(attention.o_proj.packed),
-        gate_up=_address(block.gate_up_proj.packed),
-        down=_address(block.down_proj.packed),
+        gate_up=_address(layer.gate_up_proj.packed),
+        down=_address(layer.down_proj.packed),
     )
 
 

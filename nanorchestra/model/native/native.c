@@ -10,13 +10,13 @@
 #include <stdlib.h>
 #include "native.h"
 
-enum { CHUNK = 256 };           // rows that go through a layer together, so that they stay in cache
-enum { KEYS = 64 };             // keys of one update of the softmax, whole blocks
-enum { MAX_DIM = 256 };         // of a head
-enum { FEW = 1 << 22 };         // multiplications: with fewer, threads wait longer than they compute
+enum { ROWS_AT_ONCE = 256 };  // go through a layer together, so that they stay in cache
+enum { KEYS = 64 };           // of one update of the softmax, whole strips
+enum { MAX_DIM = 256 };       // of a head
+enum { FEW = 1 << 22 };       // multiplications: with fewer, threads wait longer than they compute
 
 int panel_columns(void) { return PANEL; }
-int chunk_rows(void) { return CHUNK; }
+int rows_at_once(void) { return ROWS_AT_ONCE; }
 
 void linear(const element *x, long rows, long inputs, const element *w, long outputs, float *out,
             int threads) {
@@ -40,9 +40,9 @@ typedef struct {
     const element *embeddings, *norm, *output;
     const float *frequencies;    // rotary angles per position [dim / 2]
     element *k_cache, *v_cache;  // [layers, pages, kv_heads, page_size * dim]
-    // CHUNK rows of what a layer computes, which all steps use.
-    float *qkv, *gate_up;                // [CHUNK, outputs of their product]
-    element *normed, *attended, *gated;  // [CHUNK, inputs of the products that read them]
+    // ROWS_AT_ONCE rows of what a layer computes, which all steps use.
+    float *qkv, *gate_up;                // [ROWS_AT_ONCE, outputs of their product]
+    element *normed, *attended, *gated;  // [ROWS_AT_ONCE, inputs of the products that read them]
     int64_t depth, hidden, inner, heads, kv_heads, dim, pages, page_size, outputs;
     float eps, attention_factor;  // attention_factor: of cosines and sines
 } decoder;
@@ -65,34 +65,37 @@ typedef struct {
     const step *step;
     phase **current;  // that the thread takes part in
 
-    // The layer, and the rows that go through it together: `rows` of the step, from `start` on.
     const layer *weights;
-    element *k_cache, *v_cache;  // of the layer
-    long start, rows;
+    element *k_cache, *v_cache;  // of this layer
+
+    // The rows that go through the layer together. Each has its place in the step's arrays here.
+    long rows;
+    const int64_t *positions, *table_starts;
+    float *stream, *rotations;
 } context;
 
-// Returns where the block with a row's key lies in a cache: the page is found in the row's block
-// table, and in it the kv head and the whole blocks before the key. A block of BLOCK keys is stored
-// as [dim / PAIR, BLOCK, PAIR] in k_cache, and as [BLOCK / PAIR, dim, PAIR] in v_cache: the order in
+// Returns where the strip with a row's key lies in a cache: the page is found in the row's block
+// table, and in it the kv head and the whole strips before the key. A strip of STRIP keys is stored
+// as [dim / PAIR, STRIP, PAIR] in k_cache, and as [STRIP / PAIR, dim, PAIR] in v_cache: the order in
 // which products read it.
-static inline long block_of(const context *c, long row, long key, long kv_head) {
+static inline long strip_of(const context *c, long row, long key, long kv_head) {
     const decoder *m = c->model;
-    long page = c->step->block_tables[c->step->table_starts[c->start + row] + key / m->page_size];
-    long offset = key % m->page_size / BLOCK * BLOCK;
+    long page = c->step->block_tables[c->table_starts[row] + key / m->page_size];
+    long offset = key % m->page_size / STRIP * STRIP;
     return ((page * m->kv_heads + kv_head) * m->page_size + offset) * m->dim;
 }
 
-// Returns block_of, or -1 if the row does not see the key.
-static inline long block_or_none(const context *c, long row, long key, long kv_head) {
-    if (key > c->step->positions[c->start + row]) return -1;
-    return block_of(c, row, key, kv_head);
+// Returns strip_of, or -1 if the row does not see the key.
+static inline long strip_or_none(const context *c, long row, long key, long kv_head) {
+    if (key > c->positions[row]) return -1;
+    return strip_of(c, row, key, kv_head);
 }
 
-// Returns the end of the rows from `row` on, all before `end`, whose block with this key is `block`.
-static inline long rows_of_block(const context *c, long row, long end, long key, long kv_head,
-                                 long block) {
+// Returns the end of the rows from `row` on, all before `end`, whose strip with this key is `strip`.
+static inline long rows_of_strip(const context *c, long row, long end, long key, long kv_head,
+                                 long strip) {
     long next = row + 1;
-    while (next < end && block_or_none(c, next, key, kv_head) == block) next++;
+    while (next < end && strip_or_none(c, next, key, kv_head) == strip) next++;
     return next;
 }
 
@@ -132,18 +135,18 @@ static void norm_rope_store(const context *c) {
     long heads = m->heads, kv_heads = m->kv_heads, total = heads + 2 * kv_heads;
     long dim = m->dim, half = dim / 2;
     SHARED_LOOP(c->current, row, c->rows) {
-        const float *cos = c->step->rotations + (c->start + row) * dim, *sin = cos + half;
-        long key = c->step->positions[c->start + row];
-        long key_in_block = key % BLOCK;
+        const float *cos = c->rotations + row * dim, *sin = cos + half;
+        long key = c->positions[row];
+        long key_in_strip = key % STRIP;
         for (long head = 0; head < total; head++) {
             float *x = c->model->qkv + (row * total + head) * dim;
             if (w->qkv_bias) {
                 for (long i = 0; i < dim; i++) x[i] += to_float(w->qkv_bias[head * dim + i]);
             }
             if (head >= heads + kv_heads) {
-                element *v = c->v_cache + block_of(c, row, key, head - heads - kv_heads);
+                element *v = c->v_cache + strip_of(c, row, key, head - heads - kv_heads);
                 for (long i = 0; i < dim; i++) {
-                    long at = (key_in_block / PAIR * dim + i) * PAIR + key_in_block % PAIR;
+                    long at = (key_in_strip / PAIR * dim + i) * PAIR + key_in_strip % PAIR;
                     v[at] = to_element(x[i]);
                 }
                 continue;
@@ -161,9 +164,9 @@ static void norm_rope_store(const context *c) {
                 x[i + half] = b * cos[i] + a * sin[i];
             }
             if (head >= heads) {
-                element *k = c->k_cache + block_of(c, row, key, head - heads);
+                element *k = c->k_cache + strip_of(c, row, key, head - heads);
                 for (long i = 0; i < dim; i++) {
-                    long at = (i / PAIR * BLOCK + key_in_block) * PAIR + i % PAIR;
+                    long at = (i / PAIR * STRIP + key_in_strip) * PAIR + i % PAIR;
                     k[at] = to_element(x[i]);
                 }
             }
@@ -202,12 +205,11 @@ static float update_softmax(const float *scores, long valid, float *running_max,
 
 // Attention of the rows start .. end - 1 and of `heads` query heads from `head` on, which share a kv
 // head: TILE queries at most, row by row. KEYS keys at a time: their scores, the softmax, the
-// weighted sum of their values. Neighbouring rows that read the same block go through one product.
+// weighted sum of their values. Neighbouring rows that read the same strip go through one product.
 // Pages lie anywhere in memory, so what no other row has brought nearer is asked for early: the
 // values before the softmax, the next keys after it.
 static void attend_tile(const context *c, long start, long end, long head, long heads) {
     const decoder *m = c->model;
-    const int64_t *positions = c->step->positions + c->start;
     long dim = m->dim, total_heads = m->heads + 2 * m->kv_heads;
     long kv_head = head / (m->heads / m->kv_heads);
     long queries = (end - start) * heads;
@@ -220,43 +222,43 @@ static void attend_tile(const context *c, long start, long end, long head, long 
         const float *q = c->model->qkv + (row * total_heads + head + i % heads) * dim;
         for (long j = 0; j < dim; j++) query[i * dim + j] = to_element(q[j]);
         running_max[i] = -1e30f;
-        context_len = max(context_len, positions[row] + 1);
+        context_len = max(context_len, c->positions[row] + 1);
     }
     for (long keys_start = 0; keys_start < context_len; keys_start += KEYS) {
         long keys_end = min(context_len, keys_start + KEYS);
-        for (long key = keys_start; key < keys_end; key += BLOCK) {
+        for (long key = keys_start; key < keys_end; key += STRIP) {
             for (long row = start, next; row < end; row = next) {
-                long block = block_or_none(c, row, key, kv_head);
-                next = rows_of_block(c, row, end, key, kv_head, block);
-                if (block < 0) continue;
-                if (next == row + 1) prefetch(c->v_cache + block, BLOCK * dim);
+                long strip = strip_or_none(c, row, key, kv_head);
+                next = rows_of_strip(c, row, end, key, kv_head, strip);
+                if (strip < 0) continue;
+                if (next == row + 1) prefetch(c->v_cache + strip, STRIP * dim);
                 long i = (row - start) * heads;
-                block_tile((next - row) * heads, query + i * dim, dim, c->k_cache + block,
-                           BLOCK * PAIR, scores + i * KEYS + key - keys_start, KEYS, dim / PAIR, 0);
+                strip_tile((next - row) * heads, query + i * dim, dim, c->k_cache + strip,
+                           STRIP * PAIR, scores + i * KEYS + key - keys_start, KEYS, dim / PAIR, 0);
             }
         }
         for (long i = 0; i < queries; i++) {
-            long valid = positions[start + i / heads] + 1 - keys_start;
+            long valid = c->positions[start + i / heads] + 1 - keys_start;
             float rescale = update_softmax(scores + i * KEYS, valid, running_max + i,
                                            running_sum + i, probabilities + i * KEYS);
             if (rescale != 1) {
                 for (long j = 0; j < dim; j++) sum[i * dim + j] *= rescale;
             }
         }
-        for (long key = keys_start; key < keys_end; key += BLOCK) {
+        for (long key = keys_start; key < keys_end; key += STRIP) {
             for (long row = start, next; row < end; row = next) {
-                long block = block_or_none(c, row, key, kv_head);
-                next = rows_of_block(c, row, end, key, kv_head, block);
-                if (block < 0) continue;
+                long strip = strip_or_none(c, row, key, kv_head);
+                next = rows_of_strip(c, row, end, key, kv_head, strip);
+                if (strip < 0) continue;
                 if (next == row + 1) {
-                    long next_block = block_or_none(c, row, key + KEYS, kv_head);
-                    if (next_block >= 0) prefetch(c->k_cache + next_block, BLOCK * dim);
+                    long next_strip = strip_or_none(c, row, key + KEYS, kv_head);
+                    if (next_strip >= 0) prefetch(c->k_cache + next_strip, STRIP * dim);
                 }
                 long i = (row - start) * heads;
-                for (long j = 0; j < dim; j += BLOCK)
-                    block_tile((next - row) * heads, probabilities + i * KEYS + key - keys_start,
-                               KEYS, c->v_cache + block + j * PAIR, dim * PAIR, sum + i * dim + j,
-                               dim, BLOCK / PAIR, 1);
+                for (long j = 0; j < dim; j += STRIP)
+                    strip_tile((next - row) * heads, probabilities + i * KEYS + key - keys_start,
+                               KEYS, c->v_cache + strip + j * PAIR, dim * PAIR, sum + i * dim + j,
+                               dim, STRIP / PAIR, 1);
             }
         }
     }
@@ -294,7 +296,7 @@ static void swiglu(const context *c) {
     }
 }
 
-// A layer: CHUNK rows go through it, and their residual stream takes its results. It has
+// A layer: ROWS_AT_ONCE rows go through it, and their residual stream takes its results. It has
 // LAYER_PHASES shared loops.
 enum { LAYER_PHASES = 9 };
 static void compute_layer(const context *c) {
@@ -303,40 +305,39 @@ static void compute_layer(const context *c) {
     const phase *first = *c->current;
     long hidden = m->hidden, inner = m->inner, attended = m->heads * m->dim;
     long qkv = attended + 2 * m->kv_heads * m->dim;
-    float *stream = c->step->stream + c->start * hidden;
-    normalise(c, stream, NULL, c->rows, w->input_norm);
+    normalise(c, c->stream, NULL, c->rows, w->input_norm);
     product(c->current, m->normed, c->rows, hidden, w->qkv, qkv, m->qkv, 0);
     norm_rope_store(c);
     attend(c);
-    product(c->current, m->attended, c->rows, attended, w->o, hidden, stream, 1);
-    normalise(c, stream, NULL, c->rows, w->post_attention_norm);
+    product(c->current, m->attended, c->rows, attended, w->o, hidden, c->stream, 1);
+    normalise(c, c->stream, NULL, c->rows, w->post_attention_norm);
     product(c->current, m->normed, c->rows, hidden, w->gate_up, 2 * inner, m->gate_up, 0);
     swiglu(c);
-    product(c->current, m->gated, c->rows, inner, w->down, hidden, stream, 1);
+    product(c->current, m->gated, c->rows, inner, w->down, hidden, c->stream, 1);
     assert(*c->current - first == LAYER_PHASES);
 }
 
-// The logits of CHUNK output rows, from `start` on. It has OUTPUT_PHASES shared loops.
+// The logits of ROWS_AT_ONCE output rows, from `start` on. It has OUTPUT_PHASES shared loops.
 enum { OUTPUT_PHASES = 2 };
 static void compute_logits(const context *c, long start) {
     const decoder *m = c->model;
     const step *s = c->step;
     const phase *first = *c->current;
-    long rows = min(CHUNK, s->output_count - start);
+    long rows = min(ROWS_AT_ONCE, s->output_count - start);
     normalise(c, s->stream, s->output_rows + start, rows, m->norm);
     product(c->current, m->normed, rows, m->hidden, m->output, m->outputs,
             s->logits + start * m->outputs, 0);
     assert(*c->current - first == OUTPUT_PHASES);
 }
 
-// Computes a step. Rows go through a layer CHUNK at a time; a row sees no key of a later row.
+// Computes a step. Rows go through a layer ROWS_AT_ONCE at a time; a row sees no key of a later row.
 // Returns 0, or -1 if there is no memory.
 int forward(const decoder *m, const step *s, int threads) {
     long attended = m->heads * m->dim, qkv = attended + 2 * m->kv_heads * m->dim;
     long cache = m->pages * m->kv_heads * m->page_size * m->dim;  // of a layer
-    long chunks = (s->rows + CHUNK - 1) / CHUNK;
-    long output_chunks = (s->output_count + CHUNK - 1) / CHUNK;
-    long count = 1 + chunks * m->depth * LAYER_PHASES + output_chunks * OUTPUT_PHASES;
+    long parts = (s->rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    long output_parts = (s->output_count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    long count = 1 + parts * m->depth * LAYER_PHASES + output_parts * OUTPUT_PHASES;
     phase *phases = calloc(count, sizeof(phase));
     if (!phases) return -1;
     if (s->rows * m->depth * m->hidden * (qkv + attended + 3 * m->inner) < FEW) threads = 1;
@@ -349,12 +350,16 @@ int forward(const decoder *m, const step *s, int threads) {
             c.weights = m->layers + i;
             c.k_cache = m->k_cache + i * cache;
             c.v_cache = m->v_cache + i * cache;
-            for (c.start = 0; c.start < s->rows; c.start += CHUNK) {
-                c.rows = min(CHUNK, s->rows - c.start);
+            for (long start = 0; start < s->rows; start += ROWS_AT_ONCE) {
+                c.rows = min(ROWS_AT_ONCE, s->rows - start);
+                c.positions = s->positions + start;
+                c.table_starts = s->table_starts + start;
+                c.stream = s->stream + start * m->hidden;
+                c.rotations = s->rotations + start * m->dim;
                 compute_layer(&c);
             }
         }
-        for (long i = 0; i < s->output_count; i += CHUNK) compute_logits(&c, i);
+        for (long i = 0; i < s->output_count; i += ROWS_AT_ONCE) compute_logits(&c, i);
     }
     free(phases);
     return 0;

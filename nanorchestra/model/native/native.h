@@ -15,7 +15,7 @@ enum { LANES = 8, WIDE = 2, TILE = 6 };
 enum { LANES = 4, WIDE = 4, TILE = 4 };
 #endif
 enum { PANEL = LANES * WIDE };  // outputs of a matrix that lie together
-enum { BLOCK = 16 };            // keys of a page that lie together
+enum { STRIP = 16 };            // keys of a page that lie together
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -123,7 +123,7 @@ static inline __attribute__((always_inline)) void sum_tile(
         switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) } \
     }
 TILES(panel_tile, WIDE)
-TILES(block_tile, BLOCK / LANES)
+TILES(strip_tile, STRIP / LANES)
 
 // Threads share a computation in phases, in the same order each. A thread takes the next item of a
 // phase until none is left, and goes on once all are done. It waits for work, not for threads: one
