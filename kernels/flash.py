@@ -435,10 +435,10 @@ def flash_backward_keys(
         for _ in range(0, G * tl.cdiv(end - start, BLOCK_M)):
             q = _load_rows(q_ptr, row, end, head, H, BLOCK_M, D)
             dout = _load_rows(dout_ptr, row, end, head, H, BLOCK_M, D)
-            row_offsets = head.to(tl.int64) * tokens + row + columns
-            exists = row + columns < end
-            lse2 = tl.load(lse2_ptr + row_offsets, exists, 0.0)
-            delta = tl.load(delta_ptr + row_offsets, exists, 0.0)
+            row_offset = head.to(tl.int64) * tokens + row  # a scalar: it takes fewer registers
+            exists = columns < end - row
+            lse2 = tl.load(lse2_ptr + row_offset + columns, exists, 0.0)
+            delta = tl.load(delta_ptr + row_offset + columns, exists, 0.0)
             scores = tl.dot(k, q.T, input_precision="ieee")  # [BLOCK_N, BLOCK_M]
             # beyond the span p is 1: there dout is 0
             p = tl.exp2(scores * SCALE - lse2[None, :])
