@@ -372,9 +372,7 @@ class Engine:
             self.scheduler.finish(request)  # of one that had ended when an interrupt came
         self.reset_prefix_cache()
         with suppress(Exception):  # the error that is about to be raised says more
-            self.runner.wait()
-            # The C multiplies values behind a sequence's last key by 0, and 0 * NaN is NaN.
-            self.runner.kv_cache.zero_()
+            self.runner.clear()
 
     # The model.
 

@@ -35,7 +35,7 @@ class PagedAttention:
     k_cache: Tensor
     v_cache: Tensor
     inputs: StepInputs
-    scratch: DecodeScratch | None
+    scratch: DecodeScratch
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
         """Returns attention's output [T, H, D]; stores the tokens' keys and values first."""

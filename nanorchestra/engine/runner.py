@@ -107,6 +107,14 @@ class Runner:
     def wait(self) -> None:
         """Waits for everything that was launched."""
 
+    def clear(self) -> None:
+        """Zeroes the KV pages, once everything that was launched has been computed.
+
+        native.c multiplies values behind a sequence's last key by 0, and 0 * NaN is NaN.
+        """
+        self.wait()
+        self.kv_cache.zero_()
+
 
 def kv_shape(config: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
     """Returns the shape of a KV cache of so many pages."""

@@ -44,7 +44,10 @@ class Draws(NamedTuple):
     top_logprobs: Tensor  # fp64 [S, most]
 
     def to_host(self) -> Draws:
-        """Returns the draws in memory of the host, which a GPU fills later."""
+        """Returns the draws in memory of the host, which a GPU fills later.
+
+        torch pins the memory of a copy that does not wait; `Runner.read` waits for an event.
+        """
         return Draws(*[x.to("cpu", non_blocking=True) for x in self])
 
     def listed(self, params: abc.Sequence[SamplingParams]) -> list[Draw]:

@@ -144,7 +144,7 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """Takes out a request that stopped, was aborted, or failed. A session keeps its pages."""
-        self._release(request, keep_pages=request.sequence.is_session)
+        self._take_out(request, keep_pages=request.sequence.is_session)
 
     def free(self, sequence: Sequence) -> None:
         """Takes the pages of a sequence that none samples on, or of a session: they become idle."""
@@ -287,10 +287,10 @@ class Scheduler:
     # Release.
 
     def _requeue(self, request):
-        self._release(request, keep_pages=False)
+        self._take_out(request, keep_pages=False)
         self.add(request)
 
-    def _release(self, request, keep_pages):
+    def _take_out(self, request, keep_pages):
         """Takes a request out of its queue: for finish, abort, preemption and error alike.
 
         It leaves the queue last, so what an interrupt leaves undone can be done again.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_check import DEVICE
 
+from kernels.paged_decode import decode_scratch
 from kernels.paged_prefill import prefill_items
 from nanorchestra.engine.paged_attention import GatheredAttention, PagedAttention, PagedChunk
 from nanorchestra.engine.step_inputs import empty_inputs
@@ -124,7 +125,8 @@ def paged(model: Qwen3, count: int) -> PagedAttention:
         prefill_tables=torch.tensor([PAGES], dtype=torch.int32, device=DEVICE),
         prefill_items=prefill_items([0], [count]).to(DEVICE),
     )
-    return PagedAttention(*caches(model), step, None)
+    scratch = decode_scratch(0, [0], 1, 1, DEVICE)  # no row decodes
+    return PagedAttention(*caches(model), step, scratch)
 
 
 def hidden_states(model: Qwen3, count: int, attention) -> torch.Tensor:
