@@ -24,7 +24,7 @@ from kernels.common import check, pick
 
 ROWS = 64
 GROUPS = 256, 128, 64, 32  # columns that may share a scale with 4 bits
-PROGRAMS = 192  # of 2 * BLOCK_N outputs: a GPU wants at least as many
+FEWEST_PROGRAMS = 192  # that a GPU wants; also of 2 * BLOCK_N outputs, as splits depend on N and K
 BLOCK_N = 32
 BLOCK_K = 128  # of 8 bits; of 4 bits it is the group
 SHORTEST_SPLIT = 4  # steps of BLOCK_K columns
@@ -72,7 +72,7 @@ def quantised_linear(
     block_k = k // scales.shape[1] if packed else BLOCK_K
     steps = triton.cdiv(k, block_k)
     programs = triton.cdiv(n, 2 * BLOCK_N)
-    most_splits = triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))
+    most_splits = triton.next_power_of_2(triton.cdiv(FEWEST_PROGRAMS, programs))
     steps_of_split = max(SHORTEST_SPLIT, triton.cdiv(steps, most_splits))
     splits = triton.cdiv(steps, steps_of_split)
 

@@ -120,24 +120,6 @@ def draw_tokens(
     return Draws(tokens[:, 0], logprobs[:, 0], top_ids, top_logprobs)
 
 
-def _invert(weights, noise) -> tuple[Tensor, Tensor]:
-    """Returns the ids [R, 1] at which the cumulative weights pass noise [R, 1] * total, and totals.
-
-    With buckets of two ids, weights 1, 3, 2, 2 and noise 0.6 look for 4.8 of 8. The running sums of
-    the buckets, 4 and 8, pass it in bucket 1. Its own, 2 and 4, pass the 0.8 that is left at its
-    first id: the token is 2.
-    """
-    buckets = weights.unflatten(1, (-1, BUCKET))  # [R, buckets, BUCKET]
-    cumulative = _cumulative(buckets)  # [R, buckets]
-    total = cumulative[:, -1:]
-    target = noise * total
-    bucket = _first_above(cumulative, target)  # [R, 1]
-    before = F.pad(cumulative, (1, 0)).gather(1, bucket)
-    inside = buckets.gather(1, bucket[:, :, None].expand(-1, -1, BUCKET))[:, 0]
-    cumulative_inside = inside.double().cumsum(1)  # [R, BUCKET]
-    return bucket * BUCKET + _first_above(cumulative_inside, target - before), total
-
-
 def score_tokens(logits: Tensor, num_drawable: int, targets: Tensor) -> list[float]:
     """Returns log p(targets [R]) at temperature 1, in the bits that a draw of them reports.
 
@@ -176,22 +158,6 @@ def _weights(z) -> Tensor:
     return F.pad(z.exp(), (0, -z.shape[1] % BUCKET))
 
 
-def _cumulative(buckets) -> Tensor:
-    """Returns the running sums of buckets [R, buckets, BUCKET], fp64 [R, buckets]."""
-    return buckets.sum(2).double().cumsum(1)
-
-
-def _first_above(cumulative, target) -> Tensor:
-    """Returns the first index [R, 1] of each row whose cumulative weight exceeds the target [R, 1].
-
-    The target is kept inside, so that rounding never leads to an index without weight. A target of
-    NaN is exceeded nowhere: the index of its row is then 0.
-    """
-    target = target.minimum(cumulative[:, -1:] * (1 - 1e-12))
-    index = torch.searchsorted(cumulative, target, right=True)
-    return index.remainder_(cumulative.shape[1])  # the length, of NaN, becomes 0
-
-
 def _truncate(weights, params) -> Tensor:
     """Zeroes weights [R, V] outside the top-k, then outside the top-p (Holtzman et al. 2020).
 
@@ -212,3 +178,37 @@ def _truncate(weights, params) -> Tensor:
     goes |= ordered == 0
     floor = ordered.masked_fill(goes, torch.inf).amin(1, keepdim=True)
     return weights.masked_fill_(weights < floor, 0.0)
+
+
+def _invert(weights, noise) -> tuple[Tensor, Tensor]:
+    """Returns the ids [R, 1] at which the cumulative weights pass noise [R, 1] * total, and totals.
+
+    With buckets of two ids, weights 1, 3, 2, 2 and noise 0.6 look for 4.8 of 8. The running sums of
+    the buckets, 4 and 8, pass it in bucket 1. Its own, 2 and 4, pass the 0.8 that is left at its
+    first id: the token is 2.
+    """
+    buckets = weights.unflatten(1, (-1, BUCKET))  # [R, buckets, BUCKET]
+    cumulative = _cumulative(buckets)  # [R, buckets]
+    total = cumulative[:, -1:]
+    target = noise * total
+    bucket = _first_above(cumulative, target)  # [R, 1]
+    before = F.pad(cumulative, (1, 0)).gather(1, bucket)
+    inside = buckets.gather(1, bucket[:, :, None].expand(-1, -1, BUCKET))[:, 0]
+    cumulative_inside = inside.double().cumsum(1)  # [R, BUCKET]
+    return bucket * BUCKET + _first_above(cumulative_inside, target - before), total
+
+
+def _cumulative(buckets) -> Tensor:
+    """Returns the running sums of buckets [R, buckets, BUCKET], fp64 [R, buckets]."""
+    return buckets.sum(2).double().cumsum(1)
+
+
+def _first_above(cumulative, target) -> Tensor:
+    """Returns the first index [R, 1] of each row whose cumulative weight exceeds the target [R, 1].
+
+    The target is kept inside, so that rounding never leads to an index without weight. A target of
+    NaN is exceeded nowhere: the index of its row is then 0.
+    """
+    target = target.minimum(cumulative[:, -1:] * (1 - 1e-12))
+    index = torch.searchsorted(cumulative, target, right=True)
+    return index.remainder_(cumulative.shape[1])  # the length, of NaN, becomes 0
