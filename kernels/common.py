@@ -75,8 +75,9 @@ def pick(kernel: str, dtype: torch.dtype | None = None) -> Config:
     """Returns the configuration of a kernel in tiles.toml for the current GPU.
 
     The entries are for sm_80, 89 and 90. GPUs of SMALL_SHARED_MEMORY take that of sm_89, newer ones
-    than sm_90 that of sm_90, others before it that of sm_80. For float32 the entry "32" comes
-    first, if the kernel has one. The interpreter takes the entry of sm_80. ValueError before sm_80.
+    than sm_90 the entry "100", if the kernel has one, or that of sm_90, others before it that of
+    sm_80. For float32 the entry "32" comes first, if the kernel has one. The interpreter takes the
+    entry of sm_80. ValueError before sm_80.
     """
     configs = TILES[kernel]
     if dtype == torch.float32 and FP32 in configs:
@@ -88,6 +89,8 @@ def pick(kernel: str, dtype: torch.dtype | None = None) -> Config:
         raise ValueError(f"the kernels need a GPU of compute capability 8.0; it has {arch / 10}")
     if arch in SMALL_SHARED_MEMORY:
         return configs["89"]
+    if arch > 90 and "100" in configs:
+        return configs["100"]
     return configs["90" if arch >= 90 else "80"]
 
 

@@ -52,6 +52,9 @@ def test_a_gpu_has_the_configuration_of_its_architecture(monkeypatch):
         picked[target.arch] = pick("kernel", torch.bfloat16)
         assert pick("kernel", torch.float32) == "32"
     assert picked == {80: "80", 86: "89", 89: "89", 90: "90", 100: "90", 120: "89", 121: "89"}
+    monkeypatch.setitem(common.TILES["kernel"], "100", "100")
+    target.arch = 100
+    assert pick("kernel", torch.bfloat16) == "100"
     target.arch = 75
     with pytest.raises(ValueError, match="need a GPU of compute capability 8.0; it has 7.5"):
         pick("kernel")
