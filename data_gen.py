@@ -1,4 +1,12 @@
-"""Makes ToolScale domains and tasks: `python data_gen.py --tasks 10000 --seed 1 --out data/`."""
+"""Makes ToolScale domains and tasks.
+
+    python data_gen.py --tasks 10000 --seed 1 --out data/
+    python data_gen.py --out data/ --endpoint MODEL@URL --solver MODEL@URL --max-usd 20
+    python data_gen.py --domain "a library that lends instruments" --endpoint MODEL@URL
+
+A language model, where one is named, says the tasks in other words, tries how hard they are, or
+writes a domain. What it replies is kept, so the same command goes on where it was stopped.
+"""
 
 import sys
 
@@ -10,7 +18,9 @@ if __name__ == "__main__":
 import argparse
 import itertools
 import json
+import math
 import os
+import re
 import signal
 import threading
 import time
@@ -20,9 +30,16 @@ from functools import partial
 from multiprocessing import connection, parent_process
 from pathlib import Path
 
+from nanorchestra.agent.failures import EndpointError
+from nanorchestra.agent.numbering import in_attempt
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import write_whole
-from worlds.toolscale.domain import BUILT_IN, build
+from nanorchestra.schemas import Json
+from nanorchestra.tools.replies import ReplyStore
+from nanorchestra.tools.sandbox import Sandbox
+from nanorchestra.tools.spending import Spending
+from nanorchestra.units import dollars, percent
+from worlds.toolscale.domain import BUILT_IN, Domain, build
 from worlds.toolscale.generate import claim, make_all, make_batch, report, show
 from worlds.toolscale.plan import LEVELS
 
@@ -30,6 +47,8 @@ DESCRIPTION = (
     "Makes domains (databases, tools, policies), and verified multi-step tool-calling tasks in "
     "them. 10,000 tasks take about a minute on two cores."
 )
+REPLIES = Path("runs") / "replies"  # of language models, as evaluate.py keeps them
+MODELS = ("endpoint", "solver", "user")  # options that name one
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -52,6 +71,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="built-in names, and .py files of your own (all six)",
     )
     add("--difficulty", default="1-5", help="1 to 5, or a range such as 2-4 (1-5)")
+    add("--endpoint", help="MODEL@URL, which says the tasks in other words, or writes a --domain")
+    add("--domain", help="words for a domain, whose file is written to --out FILE.py")
+    add("--solver", help="MODEL@URL; tasks that it never solves in eight attempts are dropped")
+    add("--user", help="MODEL@URL, which plays the users of --solver; without it a script does")
+    add("--max-usd", type=float, default=math.inf, help="that endpoints may cost together")
     options = parser.parse_args(arguments)
     for name in ("tasks", "workers", "show"):
         value = getattr(options, name)
@@ -63,8 +87,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.domains = [name.strip() for name in options.domains.split(",")]
     distinct = len({Path(name).stem for name in options.domains})
     require(distinct == len(options.domains), "--domains must name none twice")
+    for name in MODELS:
+        model = getattr(options, name) or "MODEL@http://URL"
+        right = f"--{name} is {model!r}; it must be MODEL@ and a base URL, http:// or https://"
+        require(re.match(r"[^@\s]+@https?://\S+$", model), right)
     require(
-        options.out or options.show,
+        not options.user or options.solver, "--user plays the users of --solver, which is missing"
+    )
+    require(not options.domain or options.endpoint, "--domain needs the --endpoint that writes it")
+    require(
+        options.out or options.show or options.domain,
         "--out is missing: give a directory, or --show 3 to look at tasks",
     )
     return options
@@ -75,7 +107,9 @@ def main(arguments: list[str]) -> int:
     """Runs the command line. Returns the exit status."""
     options = parse(arguments)
     try:
-        return generate(options)
+        return write_domain(options) if options.domain else generate(options)
+    except EndpointError as error:
+        raise UserError(f"{error}; the same command goes on") from None
     except OSError as error:
         raise UserError(f"--out {options.out}: cannot be written ({error.strerror})") from None
 
@@ -97,15 +131,18 @@ def generate(options: argparse.Namespace) -> int:
     domains, out, seed = options.domains, options.out, options.seed
     built = [build(domain, seed) for domain in domains]
     if not options.show:
-        claim(out, {"seed": seed, "domains": domains, "levels": options.levels})
+        named = {name: getattr(options, name) for name in MODELS if getattr(options, name)}
+        claim(out, {"seed": seed, "domains": domains, "levels": options.levels} | named)
     make = partial(make_batch, seed, options.levels)
     count = options.show or options.tasks
     wanted = Counter(itertools.islice(itertools.cycle(domains), count))
     if options.show:
+        tasks = []
         for place, domain in enumerate(domains):
             # The first wishes are of the same kinds in all domains.
-            for task in make(domain, 0)["tasks"][place + 1 :][: wanted[domain]]:
-                print(show(task))
+            tasks += make(domain, 0)["tasks"][place + 1 :][: wanted[domain]]
+        for task in refined(options, built, tasks):
+            print(show(task))
         return 0
     for domain in built:
         domain.save(out / "worlds" / domain.name)
@@ -114,12 +151,77 @@ def generate(options: argparse.Namespace) -> int:
         tasks, rejected = make_all(wanted, make, seed, pool.map)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    lines = (json.dumps(task, ensure_ascii=False) + "\n" for task in tasks)
-    write_whole(out / "tasks.jsonl", "".join(lines))
     print(report(tasks, rejected, time.monotonic() - started))
+    refined_tasks = refined(options, built, tasks)
+    lines = (json.dumps(task, ensure_ascii=False) + "\n" for task in refined_tasks)
+    write_whole(out / "tasks.jsonl", "".join(lines))
     if len(tasks) < count:
         print(f"data_gen.py: only {len(tasks)} of {count} tasks could be made", file=sys.stderr)
         return 1
+    return 0
+
+
+def refined(options: argparse.Namespace, domains: list[Domain], tasks: list[Json]) -> list[Json]:
+    """Returns the tasks as the language models of the options leave them; prints what they did.
+
+    Without such a model they are as they were. Raises EndpointError, UserError.
+    """
+    if not options.endpoint and not options.solver:
+        return tasks
+    from worlds.toolscale import refine  # brings torch, which takes seconds
+
+    by_name = {domain.name: domain for domain in domains}
+    spent = options.out and options.out / "spent.json"
+    spending = Spending(options.max_usd, ReplyStore(REPLIES, tools=False), spent)
+    try:
+        if options.endpoint:
+            expert = refine.language_model(options.endpoint, "--endpoint", "texts", spending)
+            for outcome, number in refine.reword(by_name, tasks, expert).most_common():
+                print(f"  {number:6d}  {outcome}")
+        if options.solver:
+            solver, user = refine.endpoint(options.solver, "--solver"), None
+            if options.user:
+                user = refine.language_model(options.user, "--user", "user", spending)
+            for place, share in refine.solved(by_name, tasks, solver, user, spending):
+                tasks[place]["solved"] = share
+            kept = [task for task in tasks if task["solved"]]
+            none = f"--solver {options.solver}: solves none of {len(tasks)} tasks"
+            require(kept, none)
+            share = percent(sum(task["solved"] for task in kept) / len(kept))
+            print(f"solved: {len(kept)} of {len(tasks)} tasks are kept, {share} of their attempts")
+            tasks = kept
+    finally:
+        print_bill(spending)
+    return tasks
+
+
+def print_bill(spending: Spending) -> None:
+    """Prints what endpoints were paid."""
+    parts = ", ".join(f"{name} {dollars(usd)}" for name, usd in spending.bill.most_common())
+    if parts:
+        print(f"paid to endpoints: {dollars(sum(spending.bill.values()))} ({parts})")
+
+
+def write_domain(options: argparse.Namespace) -> int:
+    """Has a language model write a domain's file, prints it, and keeps it. Returns 0. UserError."""
+    from worlds.toolscale import draft_domain, refine  # bring torch, which takes seconds
+
+    name = re.sub(r"\W+", "_", options.domain.casefold()).strip("_")
+    out = options.out or Path(f"{name}.py")
+    require(out.suffix == ".py", f"--out {out}: a domain is a file NAME.py")
+    require(not out.exists(), f"--out {out}: is there already; give another file")
+    spending = Spending(options.max_usd, ReplyStore(REPLIES, tools=False))
+    expert = refine.language_model(options.endpoint, "--endpoint", "domain", spending)
+    tell = partial(print, end="", flush=True)
+    with Sandbox(1, [draft_domain.__name__]) as sandbox, in_attempt(options.seed):
+        source, problem = draft_domain.draft(options.domain, expert, sandbox, tell)
+    print()
+    print_bill(spending)
+    kept = out.with_suffix(".part.py") if problem else out
+    write_whole(kept, source)
+    why = f"{options.domain!r}: {problem}. {kept} has what is written; another --seed asks anew"
+    require(not problem, why)
+    print(f"{out}: read it, then try it: python data_gen.py --domains {out} --show 5")
     return 0
 
 

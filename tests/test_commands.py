@@ -83,6 +83,7 @@ YOURS = {  # files of the reader, and the page that says what is in them
     "my_tools.py": "docs/tools.md",
     "toolorchestra_tools.json": "docs/tools.md",
     "catalogue.json": "docs/toolscale.md",
+    "library.py": "docs/toolscale.md",
     "log.jsonl": "docs/evaluate.md",
     "make24.py": "docs/worlds.md",
     "frames.jsonl": "docs/questions.md",

@@ -38,6 +38,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,14 +86,15 @@ class Sandbox:
     """A pool of confined processes; as many runs proceed at once, others wait WAIT_S at most.
 
     workers: how many processes, each started when it is first needed; None: `workers_of_rank`.
+    modules: of this project, which each run finds imported; it may not read their files.
     Thread-safe. Raises UserError if this machine cannot confine a process.
     """
 
-    def __init__(self, workers: int | None = None):
+    def __init__(self, workers: int | None = None, modules: Sequence[str] = ()):
         self._size = workers or workers_of_rank()
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # warm ones first
         for _ in range(self._size):
-            self._idle.put(_Worker())
+            self._idle.put(_Worker(modules))
         probe = self.run("1")
         if probe.stdout != "1\n":
             self.close()
@@ -152,6 +154,9 @@ class _Worker:
     control: socket.socket  # a message each way is a whole message
     files: list[io.FileIO]
 
+    def __init__(self, modules: Sequence[str]):
+        self.modules = modules
+
     def run(self, code: str, timeout_s: float) -> SandboxResult:
         start = time.perf_counter()
         stdout, error, answered, died = "", "", False, False
@@ -203,7 +208,7 @@ class _Worker:
         """
         self._empty_files()
         os.pwrite(self.files[0].fileno(), code.encode("utf-8", "surrogatepass"), 0)
-        libraries = [name for name in LIBRARIES if name in code]
+        libraries = [*self.modules, *(name for name in LIBRARIES if name in code)]
         self.control.send(json.dumps({"timeout_s": timeout_s, "libraries": libraries}).encode())
         try:
             self._receive(START_S)  # "ready"

@@ -30,6 +30,7 @@ import types
 
 with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox.json")) as _file:
     TABLE = json.load(_file)
+PROJECT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 MAX_ERROR = 500  # characters
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # <linux/prctl.h>
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
@@ -116,12 +117,12 @@ def empty(scratch: str) -> None:
 
 
 def load_libraries(names: list[str], site_packages: str) -> None:
-    """Imports libraries from the directory `site_packages`, for later runs too.
+    """Imports libraries from the directory `site_packages` or the project, for later runs too.
 
     On one thread, since a child has no right to more. A library that cannot be imported stays away.
     """
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    sys.path.append(site_packages)
+    sys.path += [site_packages, PROJECT]
     for name in names:
         if name not in sys.modules:
             quiet = contextlib.redirect_stderr(None)  # stderr belongs to the run
@@ -130,7 +131,7 @@ def load_libraries(names: list[str], site_packages: str) -> None:
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed(0)
             gc.freeze()
-    sys.path.pop()
+    del sys.path[-2:]
 
 
 def serve(control: int, timeout_s: float, ruleset: int, filter_program) -> int | None:

@@ -36,12 +36,16 @@ def built(name: str, seed: int) -> Domain:
 
 
 def make_batch(seed: int, levels: Sequence[int], name: str, number: int) -> Json:
+    """Makes batch `number` of the domain `name`; see `batch_of`."""
+    return batch_of(built(name, seed), seed, levels, number)
+
+
+def batch_of(domain: Domain, seed: int, levels: Sequence[int], number: int) -> Json:
     """Makes batch `number` of a domain: BATCH tasks of levels in turn.
 
     It has fewer tasks if 40 times as many attempts give no more. Returns the tasks, and how many
     were thrown away for each reason.
     """
-    domain = built(name, seed)
     tasks = {}  # by what the user says
     rejected = Counter()
     for attempt in range(40 * BATCH):
