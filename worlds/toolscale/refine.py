@@ -85,7 +85,7 @@ def language_model(text: str, option: str, payee: str, spending: Spending) -> Ex
     """Returns the language model MODEL@URL that an option names; the bill has it as `payee`."""
     policy = endpoint(text, option)
     rollout, name = policy.load(spending, 1), policy.base.partition("@")[0]
-    settings = {"reasoning": True, "max_tokens": REPLY_TOKENS, "payee": payee}
+    settings = {"reasoning": True, "max_tokens": REPLY_TOKENS, "paid_as": payee}
     return Expert("the model", rollout.server, name, rollout.endpoint_price, spending, **settings)
 
 
@@ -94,7 +94,8 @@ def side_by_side(
 ) -> Iterator[tuple[int, T]]:
     """Yields (place, work(place)) of each place as it is done, `most` at a time, under a bar.
 
-    Raises what the work raises. The rest is not waited for then, nor on Ctrl-C.
+    Raises what the work raises; after an EndpointError what runs is waited for, since it is paid
+    and its replies are recorded. Nothing is waited for on Ctrl-C.
     """
     left, running = iter(range(count)), {}
     with tqdm(total=count, desc=label, unit="task", disable=None) as bar:
@@ -105,7 +106,13 @@ def side_by_side(
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 bar.update()
-                yield running.pop(future), future.result()
+                place = running.pop(future)
+                try:
+                    done = future.result()
+                except EndpointError:
+                    wait(running)
+                    raise
+                yield place, done
 
 
 # Other words.
