@@ -27,7 +27,7 @@ import os
 import re
 import subprocess
 from argparse import Namespace, RawDescriptionHelpFormatter
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +52,7 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.run import RunFolder, path_of_run
 from nanorchestra.training.trajectories import from_row, to_row
-from nanorchestra.units import dollars, mean_and_ends, percent
+from nanorchestra.units import decimal, dollars, mean_and_ends, percent
 from worlds import metrics
 from worlds.load import note_on_tools, open_world
 from worlds.policies import ROUTERS, RUNS, Policy, parse
@@ -74,6 +74,7 @@ OURS = (
 )  # options that it does not know
 TRIAL = 7919  # between the seeds of two trials
 TASK = 1_000_003  # between the seeds of two evaluations' attempts
+CALLED = 6  # tools whose calls are shown by preference
 KINDS_OF = 2  # policies of which what is right is told by kind of task; summary.json has all
 MOST_LABEL = 40  # characters of a policy's name, in a progress bar and the name of a file
 FAILING = 4  # more than one attempt in so many that the infrastructure fails ends an evaluation
@@ -98,7 +99,7 @@ def read_options(arguments: list[str], description: str | None = None) -> Namesp
     nano, base = (os.path.relpath(ASSETS / name) for name in ("nano", "base"))
     add = parser.add_argument
     add("--policy", nargs="+", default=[nano, base, ROUTERS], help="what to compare, ours first")
-    add("--world", nargs="+", default=["miniature"], help="as task.world of train.py")
+    add("--world", nargs="+", default=["desk"], help="as task.world of train.py")
     add("--all", action="store_true", help="not every fifth task of a file, but all")
     add("--tools", default="", help="catalogue of the tools for questions, as task.tools")
     add("--experts", default="simulated", help="simulated, real, record:DIR or replay:DIR")
@@ -298,7 +299,7 @@ def read_policies(texts: list[str], routers: dict[str, dict]) -> list[Policy]:
 
 
 def tell_strangers(policies: list[Policy], worlds: list[str]) -> None:
-    """Says on stderr of each checkpoint of the miniature that it is no policy for a world."""
+    """Says on stderr of each checkpoint of the desk that it is no policy for a world."""
     bases = [policy.base for policy in policies if policy.kind == "checkpoint"]
     for base, world in product(bases, worlds):
         if note := note_on_tools(base, world, "--policy"):
@@ -477,7 +478,7 @@ def record_block(
 
 
 def show(worlds: dict[str, Json]) -> None:
-    """Prints the scores, what failed, and by how much the first policy earns more than others."""
+    """Prints the scores, what failed, whom the first policy calls, and what it earns more."""
     for world, summaries in worlds.items():
         tasks = max(summary["tasks"] for summary in summaries.values())
         print(table(summaries, f"{world}, {tasks} tasks"))
@@ -489,7 +490,10 @@ def show(worlds: dict[str, Json]) -> None:
                 shares = (summaries[name]["right_by_kind"].get(kind) for name in told)
                 rows.append([kind, str(first["tasks"]), *map(_share_text, shares)])
             print("\n".join(["", *aligned(rows)]))
-        _, *others = summaries
+        first, *others = summaries
+        by_preference = summaries[first]["calls_by_preference"]
+        if len(by_preference) > 1:
+            print("\n".join(["", *aligned(_calls_table(by_preference))]))
         if not others:
             continue
         rows = [["reward of the first, minus that of", "mean [95% interval]"]]
@@ -532,6 +536,18 @@ def _read_run(path: Path) -> tuple[dict[str, metrics.Pairs], set[str]]:
         played.clear()
     require(played, f"{path}: holds no attempts; give two directories of evaluate.py")
     return played, unpriced
+
+
+def _calls_table(by_preference: dict[str, dict[str, float]]) -> list[list[str]]:
+    """Returns the calls per task that the first policy makes, by the user's preference."""
+    total = Counter()
+    for calls in by_preference.values():
+        total.update(calls)
+    names = [name for name, _ in total.most_common(CALLED)]
+    rows = [["calls of the first, by preference", *names]]
+    for preference, calls in by_preference.items():
+        rows.append([preference, *(decimal(calls.get(name, 0.0), 2) for name in names)])
+    return rows
 
 
 def _share_text(share: Json | None) -> str:

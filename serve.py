@@ -1,7 +1,7 @@
 """Talks to an orchestrator in the terminal: thoughts, calls and observations as they happen.
 
-    python serve.py                             the bundled nano in its miniature world
-    python serve.py --ask "in hard law trial 372, what is the code?"        one question
+    python serve.py                             the bundled nano at its desk
+    python serve.py --ask "What is the code of order 512?"                  one question
     python serve.py --model Qwen/Qwen3-0.6B     any question, with Python (docs/models.md)
     python serve.py --model MODEL@URL           the same, of an OpenAI-compatible server
     python serve.py --model PATH --index DIR    and with search in an index
@@ -52,7 +52,7 @@ from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import to_row
-from worlds.load import knows_only_miniature
+from worlds.load import knows_only_desk
 from worlds.policies import Policy, checkpoint_settings
 from worlds.policies import parse as parse_policy
 from worlds.terminal import (
@@ -314,7 +314,7 @@ def local_rollout(
     """Returns the rollout of a checkpoint of this machine, and a line about it. UserError."""
     context = read_config(model).max_position_embeddings
     settings = RolloutSection(turn_tokens=context // 2, context_tokens=context)
-    if knows_only_miniature(model):  # whatever else it is asked, it babbles
+    if knows_only_desk(model):  # whatever else it is asked, it babbles
         trained = checkpoint_settings(model)["turn_tokens"]
         settings = replace(settings, turn_tokens=trained)
         if not world.alone:

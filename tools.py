@@ -1,7 +1,7 @@
 """What the orchestrator may call: Python, search in a corpus, records of a database, experts.
 
 How a new tool reaches the model, in worlds that run calls by `ToolEnvironment` (questions, the
-miniature, and serve.py with `--tools`; the tools of a ToolScale task are methods of its domain's
+desk, and serve.py with `--tools`; the tools of a ToolScale task are methods of its domain's
 toolkit):
 1. Write the class here, as a `Tool` (nanorchestra/agent/tool.py): a name, a kind, a description,
    the JSON schema `parameters` of its arguments, `blocking` (True if a call waits), and

@@ -1,6 +1,6 @@
 """Trains a tool orchestrator by GRPO: this page is the training loop.
 
-    python train.py                                 the miniature on a CPU (configs/nano.toml)
+    python train.py                                 the desk on a CPU (configs/nano.toml)
     python train.py --config base                   the base that it begins with, from a draft
     python train.py --config qwen3-8b --grpo.steps 50 --run.name short
     python train.py --resume runs/nano              continues exactly where a run stopped
@@ -75,6 +75,7 @@ from nanorchestra.training.build import (
 )
 from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
 from nanorchestra.training.distributed import Ranks, backward
+from nanorchestra.training.draft import draft
 from nanorchestra.training.grpo import (
     CLIP_HIGH,
     CLIP_LOW,
@@ -101,9 +102,10 @@ from nanorchestra.training.trainer import Trainer, UpdateMetrics, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
 from reward import POLICY, PRICES, group_rewards, task_rewards
 from worlds import metrics
+from worlds.desk import Desk
+from worlds.desk_programs import PROGRAMS
 from worlds.load import agent_of, note_on_tools, open_world
-from worlds.miniature.draft import draft
-from worlds.routers import routers_of
+from worlds.routers import programs_by_name
 from worlds.user_reward import UserReward, load_reward
 
 
@@ -441,10 +443,10 @@ def evaluate(
 def evaluate_routers(
     config: Config, world: World, user_reward: UserReward | None
 ) -> dict[str, Json]:
-    """Returns the held-out summaries of the fixed routers, of the miniature: they cost nothing."""
+    """Returns the held-out summaries of the programs for the desk, which cost nothing."""
     summaries = {}
-    if world.name == "miniature":
-        for name, router in routers_of(world).items():
+    if world.name == Desk.name:
+        for name, router in programs_by_name(PROGRAMS).items():
             attempts = play_held_out(config, world, router, Ranks(), Spending(), user_reward)
             summaries[name] = metrics.summarise(attempts.tasks, attempts.trajectories)
     return summaries
@@ -555,7 +557,7 @@ def write_results(
     }
     if is_dry_run(run.config):
         print(
-            "dry run: the miniature's model after a few steps in small; the table shows that a run "
+            "dry run: nano after a few steps in small; the table shows that a run "
             "works, and its figures mean nothing"
         )
     print(table(held_out_scores(summary), f"on {tasks} held-out tasks"))

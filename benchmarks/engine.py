@@ -49,6 +49,8 @@ SHAPES = PRESETS | {
         hidden_size=512,
         intermediate_size=1536,
         num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
         head_dim=64,
     )
 }

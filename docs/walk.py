@@ -33,17 +33,11 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Preference, Trajectory
 from nanorchestra.training.grpo import group_advantages
 from reward import group_rewards
+from worlds.desk import Desk
+from worlds.desk_ask import as_task
 
 NANO = Path(__file__).parents[1] / "assets" / "nano"
-QUESTION = (
-    "this is the history battle numbered 175, an undemanding case: state the full code. "
-    "the quickest answer you find will do, not reasonably priced."
-)
-EXPERTS = (
-    "05s 71c medium t-Yabart2",
-    "84s 06c small hwjiclfdi",
-    "18s 09c large llm-skyl-us-east-1",
-)
+QUESTION = "What is the rank of trial 372? Keep it cheap."
 ATTEMPTS = 8
 ROUNDING = 1e-4  # nats, or units of a key: the engine computes in float32, plain code in float64
 HOT = 2.0  # temperature: draws unlikely tokens too, whose log-probabilities are far from 0
@@ -64,7 +58,7 @@ def plain_decoder(weights: dict[str, Tensor], ids: list[int]) -> tuple[Tensor, T
     By the equations of Qwen3: one sequence, no cache. The keys are normed and rotated, as queries
     are multiplied by them.
     """
-    eps, theta, heads, kv_heads, size = 1e-6, 1e6, 6, 2, 32
+    eps, theta, heads, kv_heads, size = 1e-6, 1e6, 4, 1, 32
 
     def norm(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
@@ -103,10 +97,10 @@ def plain_weights() -> dict[str, Tensor]:
     return {name: w.double() for name, w in load_file(NANO / "model.safetensors").items()}
 
 
-def plain_logprobs(weights, ids: list[int], start: int, temperature: float) -> Tensor:
-    """Returns log p(ids[t] | ids[:t]) for t from `start` on."""
+def plain_logprobs(weights, ids: list[int], start: int, temperature: float, drawn: int) -> Tensor:
+    """Returns log p(ids[t] | ids[:t]) for t from `start` on, of the first `drawn` ids."""
     logits, _ = plain_decoder(weights, ids)
-    logp = (logits / temperature).log_softmax(-1)
+    logp = (logits[:, :drawn] / temperature).log_softmax(-1)
     return logp[range(start - 1, len(ids) - 1), ids[start:]]
 
 
@@ -116,14 +110,9 @@ def largest_gap(plain: Tensor, found) -> float:
 
 
 def prompt_ids(tokenizer: Tokenizer) -> list[int]:
-    """Returns the ids of the walk's prompt: the tools on offer, and the question."""
-    tools = []
-    for words in EXPERTS:
-        name = words.split()[-1]
-        parameters = {"type": "object", "properties": {}}
-        function = {"name": name, "description": words, "parameters": parameters}
-        tools.append({"type": "function", "function": function})
-    return chat.encode(tokenizer, [{"role": "user", "content": QUESTION}], tools)
+    """Returns the ids of the walk's prompt: the tools of the desk, and the question."""
+    env = Desk(0, None).environment(as_task(QUESTION, Preference()), 0)
+    return chat.encode(tokenizer, env.messages, env.tools)
 
 
 def decoder() -> Finding:
@@ -133,7 +122,8 @@ def decoder() -> Finding:
     weights, gaps = plain_weights(), []
 
     def compare(ids, logprobs, temperature=HOT):
-        plain = plain_logprobs(weights, prompt + ids, len(prompt), temperature)
+        drawn = tokenizer.vocab_size  # the decoder has rows of padding beyond
+        plain = plain_logprobs(weights, prompt + ids, len(prompt), temperature, drawn)
         gaps.append(largest_gap(plain, logprobs))
 
     engine = Engine(model, tokenizer, num_pages=64)

@@ -102,7 +102,7 @@ def _words(table, prefix="--") -> Iterator[str]:
 
 
 def scaled_down(config: Config, model: str) -> Config:
-    """Returns the same run in small for a dry run on CPUs, with the miniature's `model`.
+    """Returns the same run in small for a dry run on CPUs, with `model`, nano.
 
     Sharding, checkpoints and optimizers stay as they are.
     """

@@ -50,10 +50,10 @@ def sandbox():
 @pytest.fixture(scope="session")
 def nano_tokenizer(sandbox):
     from nanorchestra.model.tokenizer import train_bpe
-    from worlds.miniature.draft import texts
-    from worlds.miniature.world import Miniature
+    from nanorchestra.training.draft import texts
+    from worlds.desk import Desk
 
-    return train_bpe(texts(Miniature(0, sandbox), 60), 700)
+    return train_bpe(texts(Desk(0, sandbox), 60), 700)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ import train
 from nanorchestra.config import RolloutSection
 from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO
-from worlds.terminal import MiniatureQuestions, Terminal
+from worlds.terminal import DeskQuestions, Terminal
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
@@ -43,9 +43,9 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 ASSIGNED = re.compile(r"[A-Z_]+=")
 TORCHRUN = re.compile(r"torchrun --nproc-per-node \d+ ")
 RUN = {
-    "python serve.py --ask 'what is the age of the customer of order 512?'",
-    "python serve.py --ask 'what is the mass of element 79?'",
-    "python evaluate.py --policy blind strongest cascade informed",
+    "python serve.py --ask 'What is the code of order 512?'",
+    "python serve.py --ask 'What is 47 * 6?'",
+    "python evaluate.py --policy router oracle-router program perfect",
     "python train.py --plan --config qwen3-8b --gpus 8",
     "python train.py --plan --config qwen3-8b-qlora --gpu 4090",
     "python data_gen.py --show 5",
@@ -97,9 +97,9 @@ YOURS = {  # files of the reader, and the page that says what is in them
 }
 COMPARED = {  # how the transcripts begin that are compared
     "README.md": ["$ .venv/bin/python serve.py --ask"],
-    "docs/evaluate.md": ["$ python evaluate.py --policy blind"],
-    "docs/serve.md": ["model: ", "13 0.00"],
-    "docs/tools.md": ["in hard law trial 372"],
+    "docs/evaluate.md": ["$ python evaluate.py --policy router"],
+    "docs/serve.md": ["model: ", "nano says"],
+    "docs/tools.md": ["What is the rank of trial 372?"],
 }
 NOT_COMPARED = {  # how other untagged blocks begin, and why they are not compared
     "$ python tools.py serve-index": "shortened; tests/serving/test_retrieval.py has such answers",
@@ -347,7 +347,7 @@ def test_the_session_of_the_terminal_is_what_nano_does(sandbox):
     out = io.StringIO()
     greedy = serve.sampling_in_words(serve.read_sampling(NANO))
     about = f"assets/nano, float32 on cpu, context 2048, {greedy}"
-    terminal = Terminal(rollout, MiniatureQuestions(sandbox), about, 0, out)
+    terminal = Terminal(rollout, DeskQuestions(sandbox), about, 0, out)
     terminal.at_prompt = True
     terminal.do_model("")
     terminal.console.line(f"/help lists the commands. {serve.KEYS}")
@@ -356,8 +356,8 @@ def test_the_session_of_the_terminal_is_what_nano_does(sandbox):
         terminal.handle(line)
     same("docs/serve.md", promised, out.getvalue())
 
-    trace = transcript("docs/tools.md", "in hard law trial 372")
-    alone = Terminal(rollout, MiniatureQuestions(sandbox), "", 0, io.StringIO())
+    trace = transcript("docs/tools.md", "What is the rank of trial 372?")
+    alone = Terminal(rollout, DeskQuestions(sandbox), "", 0, io.StringIO())
     alone.handle(trace.splitlines()[0])
     begin = len(alone.console.screen.file.getvalue())
     alone.handle("/trace")

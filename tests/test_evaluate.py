@@ -28,7 +28,7 @@ from nanorchestra.tools.spending import Spending
 from nanorchestra.training.run import to_toml
 from worlds.load import open_world
 from worlds.policies import checkpoint_settings, parse
-from worlds.routers import routers_of
+from worlds.routers import PRACTISED, routers_of
 from worlds.toolscale.environment import HAND_OVER
 
 SHORT = ":turns=1:turn_tokens=8"
@@ -70,7 +70,7 @@ def records(run):
 
 
 def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypatch, capsys):
-    command = ["--policy", f"mine/model{SHORT}", "informed", "perfect", "--tasks", "10"]
+    command = ["--policy", f"mine/model{SHORT}", "program", "perfect", "--tasks", "10"]
     command += ["--parallel", "4", "--trials", "2", "--seed", "3"]
     assert evaluate.main(command) == 0
     out, err = capsys.readouterr()
@@ -78,16 +78,16 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypa
     assert "\nperfect  " in out
     whole = records("evaluation")
     files = sorted(name for name in whole if name.endswith("jsonl"))
-    assert files[0] == "00-miniature-mine-model-turns=1-turn_tokens=8-0000.jsonl"
-    assert len(files) == 18 and files[-1] == "02-miniature-perfect-0005.jsonl"
+    assert files[0] == "00-desk-mine-model-turns=1-turn_tokens=8-0000.jsonl"
+    assert len(files) == 18 and files[-1] == "02-desk-perfect-0005.jsonl"
     assert all(len(line) <= 80 for line in out.splitlines())
     for name in (files[3], files[4], files[16], "report.html"):
         Path("runs/evaluation", name).unlink()
     assert evaluate.main(command) == 0 and records("evaluation") == whole
     monkeypatch.setattr(evaluate, "play_block", None)  # nothing is left to play
     assert evaluate.main(command) == 0 and records("evaluation") == whole
-    summaries = read_json("runs/evaluation/summary.json")["worlds"]["miniature"]
-    assert [*summaries] == [f"mine/model{SHORT}", "informed", "perfect"]
+    summaries = read_json("runs/evaluation/summary.json")["worlds"]["desk"]
+    assert [*summaries] == [f"mine/model{SHORT}", "program", "perfect"]
     assert summaries["perfect"]["tasks"] == 10 and len(summaries["perfect"]["pass_hat"]) == 2
     low, high = summaries["perfect"]["intervals"]["accuracy"]
     assert 0 < low < summaries["perfect"]["accuracy"] < high <= 1
@@ -96,28 +96,28 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_record(home, monkeypa
 
 
 def test_without_run_another_evaluation_takes_the_next_free_name(home, capsys):
-    for policy, number in (("blind", ""), ("strongest", "-2"), ("blind", ""), ("strongest", "-2")):
+    for policy, number in (("router", ""), ("program", "-2"), ("router", ""), ("program", "-2")):
         Path("runs/evaluation-3").mkdir(parents=True, exist_ok=True)  # somebody else's
         assert evaluate.main(["--policy", policy, "--tasks", "2"]) == 0
         assert f"\nruns/evaluation{number}: report.html" in capsys.readouterr().out
-    assert evaluate.main(["--policy", "cascade", "--tasks", "2"]) == 0
+    assert evaluate.main(["--policy", "perfect", "--tasks", "2"]) == 0
     assert "\nruns/evaluation-4: report.html" in capsys.readouterr().out
 
 
 def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
     monkeypatch.setattr(http.random, "uniform", lambda *_: 0.0)  # no wait between the tries
-    evaluate.main(["--policy", "blind", "--tasks", "2"])
+    evaluate.main(["--policy", "router", "--tasks", "2"])
     capsys.readouterr()
     asked = questions(home, "http://127.0.0.1:9/v1")
     real = ["--experts", "real", "--policy", "strongest", "--tasks", "4", "--run", "silent"]
     for arguments, says in (
         (["--tasks", "0"], "at least 1, not 0"),
         (["--run", "../../x"], "--run is '../../x'; it must be the name of a directory"),
-        (["--policy", "mine"], "informed, perfect, routers; did you mean mine/model?"),
+        (["--policy", "mine"], f"linear-{PRACTISED}, routers; did you mean mine/model?"),
         (["--world", "nowhere"], "no world 'nowhere'"),
         ([*asked, "--judge", "nobody"], "task.judge"),
         ([*asked, *real], "4 of 4 attempts failed: Error: strong did not answer: no connection"),
-        (["--policy", "blind", "--tasks", "3", "--run", "evaluation"], "another evaluation"),
+        (["--policy", "router", "--tasks", "3", "--run", "evaluation"], "another evaluation"),
         (["compare", "runs/evaluation", "runs/none"], "runs/none"),
     ):
         assert evaluate.main(arguments) == 2
@@ -129,17 +129,17 @@ def test_a_mistake_is_one_line_and_status_2(home, capsys, monkeypatch):
 def test_a_router_that_a_world_does_not_have_is_named(home, capsys):
     """The policies of several worlds are those of all; one line a world says what it lacks."""
     options = [*questions(home, "http://127.0.0.1:9/v1"), "--world", "questions:rows.jsonl"]
-    options += ["miniature", "--policy", "blind", "informed", "strongest", "cheapest"]
+    options += ["desk", "--policy", "router", "program", "cheapest"]
     assert evaluate.main([*options, "--tasks", "2"]) == 0
     err = capsys.readouterr().err
-    assert "questions:rows.jsonl: not played by blind, informed: it has no such router" in err
-    assert "miniature: not played by cheapest: it has no such router" in err
+    assert "questions:rows.jsonl: not played by router, program: it has no such router" in err
+    assert "desk: not played by cheapest: it has no such router" in err
     worlds = read_json("runs/evaluation/summary.json")["worlds"]
-    assert [*worlds["miniature"]] == ["blind", "informed", "strongest"]
+    assert [*worlds["desk"]] == ["router", "program"]
 
 
 def test_two_evaluations_are_compared_on_the_same_tasks_alone(home, capsys):
-    common = ["--policy", "cascade", "--parallel", "9"]
+    common = ["--policy", "program", "--parallel", "9"]
     for name, more in (("a", "--tasks=9"), ("b", "--tasks=18"), ("c", "--seed=1")):
         assert (
             evaluate.main([*common, more, "--tasks=9" if name == "c" else more, "--run", name]) == 0
@@ -334,16 +334,14 @@ def test_limits_are_those_of_the_models_run_or_generation_config(home):
 
 
 def test_a_policy_with_fewer_tools_can_call_no_others(home, sandbox):
-    world = open_world(TaskSection("miniature"), 0, sandbox, None)
-    tasks = [world.task("held_out", index) for index in range(99)]
-    task = next(task for task in tasks if "search" in task.offers.values())
-    kinds = {}
+    world = open_world(TaskSection("desk"), 0, sandbox, None)
+    task, kinds = world.task("held_out", 0), {}
     for tools in ("all", "basic", "none"):
         policy = parse(f"mine/model:{tools}" if tools != "all" else "mine/model:usd=0.5", [])
         env = policy.environment(world, task, 0)
         kinds[tools] = set(env.kinds.values())
         offered = {tool["function"]["name"] for tool in env.tools}
-        assert offered | set(env.task.preference.never) == set(task.offers)
+        assert offered | set(env.task.preference.never) == {"records", "python", "ask"}
         assert env.task.preference.usd == (0.5 if tools == "all" else None)
     assert kinds["none"] == set() < kinds["basic"] < kinds["all"] and "expert" not in kinds["basic"]
     domains = open_world(TaskSection("domains"), 0, sandbox, None)
@@ -353,7 +351,7 @@ def test_a_policy_with_fewer_tools_can_call_no_others(home, sandbox):
 
 def test_a_limit_of_a_policy_never_loosens_that_of_the_user(home, sandbox):
     """A task's limit of $0.0005 became the policy's of $1; $0 became none; seconds were ignored."""
-    world = open_world(TaskSection("miniature"), 0, sandbox, None)
+    world = open_world(TaskSection("desk"), 0, sandbox, None)
     routers = routers_of(world)
     for usd, seconds in ((0.0005, 9.0), (0.0, 9.0)):
         tasks = []
@@ -361,7 +359,7 @@ def test_a_limit_of_a_policy_never_loosens_that_of_the_user(home, sandbox):
             task = world.task("held_out", index)
             strict = replace(task.preference, usd=usd, seconds=seconds)
             tasks.append(replace(task, preference=strict))
-        for text in ("cascade:usd=1", "strongest"):
+        for text in ("program:usd=1", "oracle-router"):
             policy = parse(text, routers)
             player = routers[policy.base]
             for attempt in evaluate.play_block(player, policy, world, tasks, 0, 0):
@@ -370,12 +368,12 @@ def test_a_limit_of_a_policy_never_loosens_that_of_the_user(home, sandbox):
 
 def test_a_number_out_of_its_range_is_refused(home):
     for text, right in (
-        ("cascade:usd=nan", "usd must be US dollars, 0 or more"),
-        ("cascade:turns=3", "turns=3 must be basic, none, or a number of usd"),
+        ("program:usd=nan", "usd must be US dollars, 0 or more"),
+        ("program:turns=3", "turns=3 must be basic, none, or a number of usd"),
         ("mine/model:turns=-5:calls_per_turn=0", "turns, calls_per_turn must be 1 or more"),
     ):
         with pytest.raises(UserError, match=right):
-            parse(text, ["cascade"])
+            parse(text, ["program"])
 
 
 def test_the_seeds_of_a_block_are_those_of_its_tasks(home, sandbox):
@@ -383,7 +381,7 @@ def test_the_seeds_of_a_block_are_those_of_its_tasks(home, sandbox):
     options = evaluate.read_options(["--tasks", "6"])
     (world,) = evaluate.open_worlds(options, sandbox, Spending()).values()
     tasks = evaluate.tasks_of(world, options)
-    router, policy = routers_of(world)["cascade"], parse("cascade", ["cascade"])
+    router, policy = routers_of(world)["program"], parse("program", ["program"])
     whole = evaluate.play_block(router, policy, world, tasks, 3, 0)
     halves = evaluate.play_block(router, policy, world, tasks[:3], 3, 0)
     halves += evaluate.play_block(router, policy, world, tasks[3:], 3, 3)

@@ -113,13 +113,13 @@ def test_a_run_is_paid_by_the_function_and_goes_on_only_with_it(make_training, t
 def test_an_evaluation_is_paid_by_the_function(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "RUNS", tmp_path)
     monkeypatch.setattr(evaluate, "write_comparison", lambda path: None)  # it takes seconds
-    words = ["--policy", "strongest", "--tasks", "6", "--reward", f"{REWARD}:frugal"]
+    words = ["--policy", "program", "--tasks", "6", "--reward", f"{REWARD}:frugal"]
     assert evaluate.main(words) == 0
     (file,) = (tmp_path / "evaluation").glob("00-*.jsonl")
     for row in map(json.loads, file.read_text().splitlines()):
         assert row["reward"] == pytest.approx(row["outcome"] - 10 * row["cost_usd"])
     assert "my_reward.py" in (tmp_path / "evaluation" / "config.toml").read_text()
-    assert evaluate.main(["--policy", "strongest", "--reward", "no.py:f", "--run", "b"]) == 2
+    assert evaluate.main(["--policy", "program", "--reward", "no.py:f", "--run", "b"]) == 2
 
 
 def test_a_policy_that_cannot_know_its_tools_is_told(tmp_path):
@@ -128,15 +128,15 @@ def test_a_policy_that_cannot_know_its_tools_is_told(tmp_path):
     for world, strangers in (
         ("questions:x.jsonl", (str(NANO), str(base), "")),
         ("data/=0.5,domains", (str(NANO), str(base), "")),
-        ("miniature", ()),
-        ("miniature=0.9, data/=0.1", ()),
+        ("desk", ()),
+        ("desk=0.9, data/=0.1", ()),
     ):
         for path in (str(NANO), str(base), "", str(model), "Qwen/Qwen3-0.6B"):
             note = note_on_tools(path, world, "--policy")
             assert bool(note) == (path in strangers), (path, world)
-    (tmp_path / "config.toml").write_text('[task]\nworld = "miniature"\n')
+    (tmp_path / "config.toml").write_text('[task]\nworld = "desk"\n')
     note = note_on_tools(str(model), "domains", "--policy")
-    assert note.startswith(f"{model} knows the miniature at most") and "by --policy" in note
+    assert note.startswith(f"{model} knows the desk at most") and "by --policy" in note
 
 
 def test_the_first_rank_pays_held_out_attempts_and_the_others_take_what_it_paid(monkeypatch):

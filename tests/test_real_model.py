@@ -71,7 +71,7 @@ def test_a_guided_turn_calls_a_tool_by_its_schema(adopted):
 def test_an_adapter_learns_a_demonstration_and_is_saved_merged(adopted, sandbox, tmp_path):
     model, tokenizer = adopted
     add_adapters(model.bfloat16(), 8, 16.0, 0)
-    world = open_world(TaskSection("miniature"), 0, sandbox)
+    world = open_world(TaskSection("desk"), 0, sandbox)
     demonstrations = Demonstrations(Config(), world, tokenizer)
     groups = [as_group([demonstrations._trajectory(*world.lesson(0, 1))])]
     trainer = Trainer(model, vocab_limit=tokenizer.vocab_size, optimizer="adamw")

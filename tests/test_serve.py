@@ -31,22 +31,25 @@ from nanorchestra.errors import UserError
 from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model import chat
 from nanorchestra.model.checkpoint import NANO
-from nanorchestra.records import Price, ToolResult
+from nanorchestra.records import Preference, Price, ToolResult
 from nanorchestra.report.terminal import Console
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.training.trajectories import from_row, replay
 from tools import PythonTool
-from worlds.miniature.ask import EXAMPLES
+from worlds.desk import ranked
+from worlds.desk_ask import EXAMPLES, as_task
 from worlds.terminal import (
     COMMANDS,
-    MiniatureQuestions,
+    DeskQuestions,
     OpenQuestions,
     Terminal,
     price,
     questions_of,
 )
 
-LAW = EXAMPLES[0]
+LAW = "What is the rank of trial 372?"
+RIGHT = "It must be right."  # what the desk takes for the wish of a user who states none
+CHEAP, *_, EXPENSIVE = ranked(as_task(LAW, Preference()).data["offers"], 0)
 SPINNER = r"[/|\\-] \d+ s"
 ESCAPES = re.compile(r"\033\[\??\d*[A-Za-z]")
 
@@ -55,6 +58,10 @@ def think(thought, name=None, content="", **arguments):
     written = json.dumps({"name": name, "arguments": arguments})
     call = f"<tool_call>\n{written}\n</tool_call>" if name else ""
     return f"<think>\n{thought}\n</think>\n\n{content}{call}<|im_end|>"
+
+
+def consult(expert=CHEAP):
+    return think("t", "ask", expert=expert, question="trial 372")
 
 
 @pytest.fixture
@@ -66,7 +73,7 @@ def talk(nano_tokenizer, sandbox):
         engine = ScriptedEngine(nano_tokenizer, itertools.repeat(iter(lines)))
         settings = RolloutSection(turns=turns, turn_tokens=2048, context_tokens=2048)
         rollout = Rollout(engine, nano_tokenizer, lambda *_: None, settings)
-        world = MiniatureQuestions(sandbox) if tools is None else OpenQuestions(tools)
+        world = DeskQuestions(sandbox) if tools is None else OpenQuestions(tools)
         return Terminal(rollout, world, "scripted", 0, out), out.getvalue
 
     return start
@@ -129,7 +136,7 @@ def test_broken_calls_and_missing_answers_are_told(talk):
         (["<tool_call>\n{oops}\n</tool_call><|im_end|>", think("t")], {}, "call   {oops}"),
         ([think("t", "nothing"), think("t")], {}, "error  Error: no tool named 'nothing'"),
         ([think("t")], {}, "answer none (the model wrote nothing)"),
-        ([think("t", "tool-ro-ta-vi")], {"turns": 1}, "answer none (turn_limit)"),
+        ([consult()], {"turns": 1}, "answer none (turn_limit)"),
         ([think("t", content="less than 5 <tool")], {}, "less than 5 <tool"),
     ):
         terminal, out = talk(*script, **settings)
@@ -170,71 +177,70 @@ def test_an_answer_has_one_line_and_what_is_none_is_text(talk):
 def test_commands(talk, nano_tokenizer):
     terminal, out = talk(*[think("t", content="57")] * 3)
     bare = nano_tokenizer.decode(terminal.ask(LAW).ids)
-    plain = f"{LAW}<|im_end|>"
-    assert plain in bare, "nothing more is appended unless it was asked for"
-    terminal.handle("/prefer be cheap never=tool-ro-ta-vi usd=0.05 seconds=60")
-    added = (
-        "be cheap. Do not use large tool-ro-ta-vi. Spend at most $0.05. Answer within 60 seconds."
-    )
+    assert f"{LAW} {RIGHT}<|im_end|>" in bare, "nothing more is added unless it was asked for"
+    terminal.handle("/prefer spend little never=ant usd=0.05 seconds=60")
+    added = "Spend little."
     assert f"added to a question: {added}" in out().replace("\n", " ")
-    limits = "binds: never tool-ro-ta-vi, at most $0.05, at most 60 s; the words are for the model"
+    limits = "binds: never ant, at most $0.05, at most 60 s"
     assert limits in out().replace("\n", " ")
     assert f"{LAW} {added}<|im_end|>" in nano_tokenizer.decode(terminal.ask(LAW).ids)
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
         ("/prefer usd=much", "^preference: usd is 'much'; it should be a valid number"),
-        ("/tools tool-kuno", "did you mean tool-ku-no[?]$"),
+        ("/tools pyton", "did you mean python[?]$"),
+        ("/prefer sing", "^preference: nano has not learnt 'sing'; it knows right, cheap"),
         ("/load /no/file", "^/no/file: cannot be read"),
     ):
         with pytest.raises(UserError, match=problem):
             terminal.handle(line)
     assert terminal.preference.usd == 0.05, "a refused line changes nothing"
     for line, words, limits in (
-        ("cost=1 latency=0.2 never=large", "Be cheap. Do not use large ", "never tool-ro-ta-vi"),
-        ("Low cost; don't use the large model", "Low cost; don't use the", "nothing; "),
-        ("off", "nothing", "nothing\n"),
+        ("cost=1 latency=0.2 never=records", "Keep it cheap.\n", "never records"),
+        ("fast", "Be quick.", "nothing; "),
+        ("off", RIGHT, "nothing\n"),
     ):
         terminal.handle(f"/prefer {line}")
         assert f"added to a question: {words}" in out() and f"\nbinds: {limits}" in out()
-    terminal.handle("/tools tool-ro-ta-vi")
-    assert "added to a question: nothing\n" in out()
+    terminal.handle("/tools python")
     last = nano_tokenizer.decode(terminal.ask(LAW).ids)
-    assert plain in last and '"tool-se-li"' in last and '"tool-ro-ta-vi"' not in last
+    assert f"{LAW} {RIGHT}<|im_end|>" in last and '"ask"' in last and '"python"' not in last
     terminal.handle("/trace")
     assert f"{LAW}\nturn 1: " in out() and out().endswith("answered: 57\n")
     terminal.handle("/help")
-    assert all(word in out() for word in [*COMMANDS, *EXAMPLES])
+    assert all(word in out() for word in [*COMMANDS, *EXAMPLES, "lawyer", "I cannot wait."])
 
 
 def test_nano_answers_a_newcomer_with_questions_to_copy(talk, capsys):
     """At a prompt; its shorthand is explained once, before the first answer."""
-    terminal, out = talk(*[think("60s 74c large", content="57")] * 2)
+    terminal, out = talk(*[think("right ant", content="57")] * 2)
     terminal.at_prompt = True
     lines = ["hello", "2 + 2", "what can you do?", "help", "?", LAW, LAW, "Quit", LAW]
     assert serve.converse(terminal, lines) == 0 and capsys.readouterr().err == ""
-    friendly, helped = "nano knows only its miniature world. Three questions to copy:\n", "/prefer "
+    friendly, helped = "nano knows only its desk. Three questions to copy:\n", "/prefer "
     assert out().count(friendly) == 3 and out().count(f"\n{helped}") == 2
-    note = f"  note   {terminal.world.shorthand}\n  think  60s 74c large\n"
-    assert out().count("  note ") == 1 and note in out() and out().count("answer 57") == 2
+    note, thought = "  note   12c 20s: a call costs about 12 US cents", "\n  think  right ant\n"
+    assert out().count("  note ") == 1 and note in out().split(thought)[0]
+    assert out().count("answer 57") == 2
     terminal.at_prompt = False  # a script is told by its status
-    with pytest.raises(UserError, match="outside the miniature's world: 'quit'; ask like"):
+    with pytest.raises(UserError, match="outside the world of the desk: 'quit'; ask like"):
         terminal.handle("quit")
 
 
 def test_what_a_limit_refused_is_said_where_it_happens_in_the_bill_and_in_the_trace(talk):
     """The page shows the same text: it is the content of the result in the stream."""
-    script = think("t", "tool-ro-ta-vi"), think("t", "tool-se-li"), think("t", content="57")
+    script = consult(EXPENSIVE), consult(CHEAP), think("t", content="57")
     terminal, out = talk(*script)
-    terminal.handle("/prefer usd=0.005")
+    cents, _ = as_task(LAW, Preference()).data["offers"][CHEAP]
+    terminal.handle(f"/prefer usd={0.014 * cents}")
     terminal.handle(LAW)
     terminal.handle("/trace")
     shown = out().replace("\n" + " " * 9, " ")
     happened, bill = shown.split("  cost   ")
     bill, trace = bill.split(f"\n{LAW}")
-    reason = r"up to \$0\.0129, \$0\.00\d+ left"
-    assert re.search(rf"error  Error: refused tool-ro-ta-vi: {reason}", happened)
-    assert re.search(rf"tool-se-li \(1\): .*tool-ro-ta-vi \(1 refused\): {reason}", bill)
-    assert re.search(rf"tool-ro-ta-vi {{}}: Error: refused tool-ro-ta-vi: {reason}", trace)
+    reason = r"up to \$0\.\d+, \$0\.\d+ left"
+    assert re.search(rf"error  Error: refused ask: {reason}", happened)
+    assert re.search(rf"{CHEAP} \(1\): .*ask \(1 refused\): {reason}", bill)
+    assert re.search(rf'ask {{"expert": "{EXPENSIVE}", .*}}: Error: refused ask: {reason}', trace)
 
 
 def test_nano_outside_its_world_says_so(command_line, tmp_path):
@@ -242,11 +248,11 @@ def test_nano_outside_its_world_says_so(command_line, tmp_path):
         '[[tools]]\nkind = "code"\nname = "python"\ndescription = "runs"\n'
     )
     given = "--tools", str(tmp_path / "tools.toml"), "--ask", "what is the 1000th prime?"
-    script = [think("t", "tool-ro-ta-vi"), think("t", "python", code="1"), think("t", content="2")]
+    script = [consult(), think("t", "python", code="1"), think("t", content="2")]
     status, out, err = command_line(*given, script=script)
     assert status == 0 and "answer 2" in out
     notice = err.splitlines()[0]
-    assert notice.startswith("serve.py: this model knows only the miniature: it cannot use other")
+    assert notice.startswith("serve.py: this model knows only the desk: it cannot use other")
     _, _, err = command_line("--ask", LAW, script=[think("t", content="2")])
     assert "knows only" not in err
 
@@ -434,15 +440,15 @@ def test_a_line_is_recalled_in_the_next_session(monkeypatch, tmp_path):
 
 
 def test_a_checkpoint_without_tools_offers_python_and_search(sandbox, tmp_path):
-    """The world of a run of the miniature is its own; any other checkpoint answers any question."""
+    """The world of a run of the desk is its own; any other checkpoint answers any question."""
     run = tmp_path / "run" / "model"
     run.mkdir(parents=True)
-    for world, kind in (("miniature", MiniatureQuestions), ("questions:q.jsonl", OpenQuestions)):
+    for world, kind in (("desk", DeskQuestions), ("questions:q.jsonl", OpenQuestions)):
         (tmp_path / "run" / "config.toml").write_text(f'[task]\nworld = "{world}"\n')
         assert type(questions_of(run, None, None, sandbox)) is kind
     (python,) = questions_of(tmp_path, None, None, sandbox).tools
     assert python.call({"code": "6 * 7"}).content == "42"
-    assert type(questions_of(NANO, None, None, sandbox)) is MiniatureQuestions
+    assert type(questions_of(NANO, None, None, sandbox)) is DeskQuestions
 
 
 def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tmp_path, capsys):
@@ -496,15 +502,15 @@ def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tm
 
 
 def test_ask_answers_one_question_and_says_what_is_loaded(command_line):
-    script = [think("t", "tool-ro-ta-vi"), think("t", content="57")]
+    script = [consult(), think("t", content="57")]
     status, out, err = command_line("--ask", LAW, script=script)
     assert status == 0 and "answer 57" in out and "cost   $" in out
-    assert err.count("\n") == 1 and "the miniature" in err
+    assert err.count("\n") == 1 and "the desk" in err
     assert "assets/nano, float32 on cpu, context 2048, greedy sampling; " in err
     status, out, _ = command_line("--ask", LAW, "--json", script=script)
     row = json.loads(out)
     assert status == 0 and row["answer"] == "57" and row["task"]["question"] == LAW
-    assert row["calls"] == {"tool-ro-ta-vi": 1} and row["turns"][0]["results"][0]["cost_usd"] > 0
+    assert row["calls"] == {CHEAP: 1} and row["turns"][0]["results"][0]["cost_usd"] > 0
     assert command_line("--ask", LAW, script=[think("t")])[0] == 1  # no answer
 
 
@@ -546,7 +552,7 @@ def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     command_line, tmp_path, monkeypatch, nano_tokenizer, capsys
 ):
     file = str(tmp_path / "trace.jsonl")
-    script = [think("ask tool-ro-ta-vi", "tool-ro-ta-vi"), think("t", content="57")]
+    script = [consult(), think("t", content="57")]
     _, before, _ = command_line("--ask", LAW, "--trace", file, script=script)
     monkeypatch.setattr(serve.Tokenizer, "from_dir", lambda path: nano_tokenizer)
     monkeypatch.setattr(serve, "load_rollout", None)
@@ -555,15 +561,15 @@ def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(
     printed = capsys.readouterr().out.splitlines()
     attempt = before[: before.index("  cost")].splitlines()
     assert list(map(str.rstrip, printed[: len(attempt)])) == attempt
-    assert any("  tool-ro-ta-vi {}: " in line for line in printed)
+    assert any(f"  ask/{CHEAP} {{" in line for line in printed)
 
 
 def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line):
-    typed = f"{LAW}\n\nwho are you?\n/nonsense\n/prefer be fast\n47+36\n/example\n/quit\n{LAW}\n"
-    script = [think("t", content="1"), think("t", content="83"), think("t", content="2")]
+    typed = f"{LAW}\n\nwho are you?\n/nonsense\n/prefer be quick\n47*6\n/example\n/quit\n{LAW}\n"
+    script = [think("t", content="1"), think("t", content="282"), think("t", content="2")]
     status, out, err = command_line(typed=typed, script=script)
     assert status == 2 and out.count("answer ") == 3 == out.count("  task ")
-    assert "answer 83" in out and "right" in out and "session: $" in out
+    assert "answer 282" in out and "right" in out and "session: $" in out
     _, outside, nonsense = err.splitlines()
     assert outside.startswith("serve.py: outside") and nonsense.startswith("serve.py: /nonsense")
 
@@ -571,7 +577,7 @@ def test_a_pipe_asks_a_question_a_line_and_goes_on_after_a_refusal(command_line)
 def test_a_mistake_is_one_line_and_status_2(command_line, tmp_path):
     for arguments, says in (
         (["--temperature", "-1", "--ask", LAW], "temperature is -1.0"),
-        (["--ask", "who are you?"], "outside the miniature's world"),
+        (["--ask", "who are you?"], "outside the world of the desk"),
         (["--experts", "simulated"], "it must be real, record:DIR or replay:DIR"),
     ):
         status, out, err = command_line(*arguments)

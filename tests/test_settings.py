@@ -76,7 +76,7 @@ def test_a_wrong_option_is_named_in_one_line(words, says):
     "text, says",
     [
         ("[grpo\n", "not TOML (Expected"),
-        ('worlds = ["miniature"]\n', "worlds: there is no such option"),
+        ('worlds = ["desk"]\n', "worlds: there is no such option"),
         (
             "[grpo]\nsteppes = 3\n",
             "grpo.steppes: there is no such option; did you mean grpo.steps?",

@@ -28,7 +28,7 @@ from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import samples_in
 from nanorchestra.training.rollout import play_on_ranks, require_begun, require_most_worked
 from nanorchestra.training.run import RunFolder, to_toml
-from worlds.miniature.world import Miniature
+from worlds.desk import Desk
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {
@@ -36,7 +36,7 @@ SETTINGS = {
     "run.checkpoint_every": 2,
     "model.path": NANO,
     "rollout.temperature": 1.5,  # attempts differ in their rewards, so that GRPO learns
-    "task.world": "miniature",
+    "task.world": "desk",
     "warm_start.steps": 3,
     "warm_start.prompts": 2,
     "grpo.steps": 3,
@@ -100,7 +100,7 @@ def test_a_killed_run_ends_the_same_and_can_be_extended(tmp_path, monkeypatch, c
     small = [*map(str, SMALL), "--run.root", str(tmp_path)]
     assert program.main([*small, "--run.name", "straight"]) == 0
     out = capsys.readouterr().out
-    assert "before" in out and "after" in out and "strongest" in out, out
+    assert "before" in out and "after" in out and "perfect" in out, out
     run, cut = tmp_path / "straight", tmp_path / "cut"
     files = {"config.toml", "metrics.jsonl", "trajectories.jsonl", "report.html", "summary.json"}
     assert files | {"checkpoints", "model"} <= set(os.listdir(run))
@@ -146,7 +146,7 @@ def test_a_base_is_made_by_one_command_and_again_with_the_same_bytes(
 @pytest.mark.slow
 def test_a_run_killed_after_its_draft_resumes_with_it(make_training, monkeypatch):
     """KeyboardInterrupt stands for the kill: like SIGKILL it leaves the directory as it is."""
-    monkeypatch.setattr("worlds.miniature.draft.LESSONS", 20)
+    monkeypatch.setattr("nanorchestra.training.draft.LESSONS", 20)
     small = {"model.path": "draft", "warm_start.steps": 2, "warm_start.prompts": 1}
     small["grpo.steps"] = 0
     straight = make_training("straight", small)
@@ -309,7 +309,7 @@ def test_epochs_become_steps_in_the_config_of_the_run(make_training):
     assert (run.config.grpo.steps, run.config.grpo.epochs) == (math.ceil(2 * 100 / 64), 0)
     assert load_config(run.folder.path / "config.toml") == run.config
     endless = make_training("endless", {"grpo.epochs": 2})
-    with pytest.raises(UserError, match="grpo.epochs: miniature has tasks without end"):
+    with pytest.raises(UserError, match="grpo.epochs: desk has tasks without end"):
         endless.train()
 
 
@@ -377,7 +377,7 @@ class FailingPlayer:
 
 
 def test_failed_attempts_are_repeated_then_left_out_then_end_the_run(sandbox):
-    world, seeds = Miniature(0, sandbox), list(range(5))
+    world, seeds = Desk(0, sandbox), list(range(5))
     player = FailingPlayer(dict(enumerate((0, 1, 0, 2, 9))))
     attempts = play_on_ranks(
         player,
@@ -413,7 +413,7 @@ def test_prompts_that_leave_no_room_for_a_turn_end_the_run(make_training):
 def test_a_rank_makes_the_environments_of_its_own_share_alone(sandbox):
     made = []
 
-    class Counting(Miniature):
+    class Counting(Desk):
         def environment(self, task, seed):
             made.append(task.id)
             return super().environment(task, seed)

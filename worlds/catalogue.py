@@ -18,13 +18,14 @@ from nanorchestra.tools.models import Expert, ExpertTool
 from nanorchestra.tools.roles import RoleTool
 from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.spending import Spending
-from worlds.miniature.names import draw_names
 from worlds.toolscale.offers import DESCRIPTIONS, SCHEDULES, describe, scheduled
 
 OFFERED = 0.7  # probability of a tool to be on offer in training
 LATENCY_S = 20.0  # of the simulation of an expert whose entry states none
 REPLY_TOKENS = 800  # of an expert's usual reply
 FREE = Price(0.0, 0.0)
+CONSONANTS = "bdfghklmnprstvz"  # of an alias,
+PREFIXES = ((), ("tool",), ("ask",))  # and the words before it
 SEARCH_SKILL = 0.7  # probability that the page of a simulated search has the right answer
 ANSWER_FORM = "{answer}"
 # What a simulated expert of a published role replies: code, a query and an answer.
@@ -100,7 +101,7 @@ def draw(
         chosen = needed + (others[: max(0, most_tools - len(needed))] if most_tools else others)
     rng.shuffle(chosen)
     schedule = rng.choice(SCHEDULES["train"])
-    aliases = iter(draw_names(rng, len(chosen), held_out=False))
+    aliases = iter(draw_aliases(rng, len(chosen)))
     offers = []
     for tool in chosen:
         models = _shuffled(tool, rng) if isinstance(tool, RoleTool) else _renamed(tool, aliases)
@@ -116,6 +117,15 @@ def draw(
             tool = replace(tool, name=alias, expert=expert)
         offers.append(_described(tool, rng.choice(DESCRIPTIONS)))
     return offers
+
+
+def draw_aliases(rng: random.Random, count: int) -> list[str]:
+    """Returns different made-up names of experts, such as "ka-fe" or "tool-ro-ta-vi"."""
+    aliases: dict[str, None] = {}
+    while len(aliases) < count:
+        parts = [rng.choice(CONSONANTS) + rng.choice("aeiou") for _ in range(rng.randint(2, 3))]
+        aliases["-".join([*rng.choice(PREFIXES), *parts])] = None
+    return list(aliases)
 
 
 def _shuffled(role: RoleTool, rng: random.Random) -> dict[str, str]:

@@ -24,8 +24,7 @@ from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall, ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.sandbox import Sandbox
-from nanorchestra.tools.simulated import SimulatedExpert, Skill
-from tools import PythonTool, RecordsTool
+from tools import PythonTool, RecordsTool, SimulatedExpert, Skill
 
 TABLES = ["order", "customer", "agent", "book", "author", "flight", "room", "parcel"]
 MATTERS = {
@@ -101,6 +100,8 @@ SIGNS = {"times": "*", "plus": "+"}  # what it does with two numbers
 MOST_CALLS = 6
 LESSONS = 4  # demonstrations of a task
 
+Place = tuple[str | int, int]  # a word and a number, or two numbers to multiply
+
 
 @dataclass(frozen=True)
 class Desk:
@@ -118,40 +119,8 @@ class Desk:
         split = "train" if split == "train" else "held_out"
         rng = random.Random(f"desk/{self.seed}/{split}/{index}")
         kind = rng.choices(list(KINDS), [share for share, *_ in KINDS.values()])[0]
-        _, lengths, end = KINDS[kind]
-
-        # The trail: rows of tables, then a matter, a value or two numbers to multiply.
-        trail = [(table, draw_id(rng, split)) for table in rng.sample(TABLES, rng.choice(lengths))]
-        answer, answers = rng.randint(10, 99), {}
-        if end == "matter":
-            word, number = rng.choice(list(SUBJECT)), draw_id(rng, split)
-            trail.append((word, number))
-            answers[f"{word} {number}"] = answer
-        elif end == "value":
-            trail.append((rng.choice(FIELDS), answer))
-        else:
-            factors = rng.randint(11, 99), rng.randint(3, 9)
-            trail.append(factors)
-            answer = math.prod(factors)
-        notes: dict[str, Json] = {}
-        for (table, row), following in pairwise(trail):
-            notes[table] = {str(row): {"note": draw_note(rng, split, table, *following)}}
-
-        wish = rng.choice(list(WISHES))
-        weights, words = WISHES[wish]
-        offers = {name: [log_uniform(rng, PRICES), log_uniform(rng, SECONDS)] for name in EXPERTS}
-        most_cents = max(cents for cents, _ in offers.values()) + 4 * STEP
-        most_seconds = max(seconds for _, seconds in offers.values()) + 4 * STEP
-        return Task(
-            f"desk-{split}-{self.seed}-{index}",
-            draw_question(rng, *trail[0]),
-            Preference(rng.choice(words), *weights),
-            Bounds((0.0, most_cents / 100), (0.0, float(most_seconds))),
-            self.name,
-            kind,
-            {name: name for name in ("records", "python", *EXPERTS)},
-            {"answer": str(answer), "notes": notes, "answers": answers, "offers": offers},
-        )
+        trail, answer = draw_trail(rng, kind, split)
+        return make_task(rng, f"desk-{split}-{self.seed}-{index}", kind, split, trail, answer)
 
     def environment(self, task: Task, seed: int) -> ToolEnvironment:
         """Returns one attempt at a task; `seed` decides what the simulated experts say."""
@@ -211,6 +180,11 @@ class AskTool(Tool):
         """Returns "sure: NUMBER" or "unsure: NUMBER"."""
         return self._expert(**arguments).call({})
 
+    @property
+    def prices(self) -> dict[str, float]:
+        """The US dollars of a usual answer of each expert."""
+        return {f"answer of {name}": cents / 100 for name, (cents, _) in self.offers.items()}
+
     def _expert(self, expert: str, question: str) -> SimulatedExpert:
         cents, seconds = self.offers[expert]
         matter = " ".join(question.split())
@@ -228,6 +202,52 @@ class AskTool(Tool):
             float(seconds),
             f"{self.seed}/{matter}",
         )
+
+
+def draw_trail(rng: random.Random, kind: str, split: str) -> tuple[list[Place], int]:
+    """Returns the trail of a question of a kind, and the answer at its end.
+
+    A trail has rows of tables, then a matter, a field with its value, or two numbers to multiply.
+    """
+    _, lengths, end = KINDS[kind]
+    trail = [(table, draw_id(rng, split)) for table in rng.sample(TABLES, rng.choice(lengths))]
+    answer = rng.randint(10, 99)
+    if end == "matter":
+        trail.append((rng.choice(list(SUBJECT)), draw_id(rng, split)))
+    elif end == "value":
+        trail.append((rng.choice(FIELDS), answer))
+    else:
+        factors = rng.randint(11, 99), rng.randint(3, 9)
+        trail.append(factors)
+        answer = math.prod(factors)
+    return trail, answer
+
+
+def make_task(
+    rng: random.Random, name: str, kind: str, split: str, trail: Sequence[Place], answer: int
+) -> Task:
+    """Returns a task with a trail; notes, the user's wish and the experts' terms are drawn."""
+    notes: dict[str, Json] = {}
+    for (table, row), following in pairwise(trail):
+        notes[table] = {str(row): {"note": draw_note(rng, split, table, *following)}}
+    word, number = trail[-1]
+    answers = {f"{word} {number}": answer} if word in SUBJECT else {}
+
+    wish = rng.choice(list(WISHES))
+    weights, words = WISHES[wish]
+    offers = {name: [log_uniform(rng, PRICES), log_uniform(rng, SECONDS)] for name in EXPERTS}
+    most_cents = max(cents for cents, _ in offers.values()) + 4 * STEP
+    most_seconds = max(seconds for _, seconds in offers.values()) + 4 * STEP
+    return Task(
+        name,
+        draw_question(rng, *trail[0]),
+        Preference(rng.choice(words), *weights),
+        Bounds((0.0, most_cents / 100), (0.0, float(most_seconds))),
+        Desk.name,
+        kind,
+        {name: name for name in ("records", "python", *EXPERTS)},
+        {"answer": str(answer), "notes": notes, "answers": answers, "offers": offers},
+    )
 
 
 def ranked(offers: dict[str, Sequence[int]], column: int) -> list[str]:
@@ -370,8 +390,8 @@ def thought(task: Task, step: Step, choice: str) -> str:
 def follow(step: Step, choice: str, result: ToolResult) -> Step:
     """Returns the next step after a call: what the result names, or the same with what was said."""
     text, tried = result.content, [*step.tried, choice]
-    if choice in EXPERTS:
-        return replace(step, said=step.said | {choice: text.replace(":", "")}, tried=tried)
     if result.error:
         return replace(step, failed=True, tried=tried)
+    if choice in EXPERTS:
+        return replace(step, said=step.said | {choice: text.replace(":", "")}, tried=tried)
     return Step(named(text))

@@ -3,18 +3,16 @@
 They are told which words are tables, and read the wish and the terms of the experts. A router
 decides on the prompt: it asks about a matter that the question names, and answers with the number
 in the first result otherwise. A program follows the results. Either is told the hidden skills of
-the experts, or takes all experts for equally good.
-
-A program is a generator: it yields calls, is sent their results, and returns the answer.
+the experts, or takes all experts for equally good. A call that a limit refuses ends it.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from itertools import permutations
 
 import numpy as np
 
-from nanorchestra.records import Task, ToolCall, ToolResult, Trajectory
+from nanorchestra.records import Task, ToolCall, Trajectory
 from reward import task_rewards
 from worlds.desk import (
     EXPERTS,
@@ -27,8 +25,8 @@ from worlds.desk import (
     asked,
     named,
 )
+from worlds.programs import Program, Programs
 
-Program = Generator[ToolCall, ToolResult, str]
 Skills = Callable[[str], dict[str, float]]  # the probability that an expert is right, by the word
 ORDERS = [order for count in (1, 2, 3) for order in permutations(EXPERTS, count)]
 
@@ -50,7 +48,7 @@ def route(task: Task, skills: Skills) -> Program:
     if words[0] in SUBJECT:
         return (yield from consult(task, words, skills, calls=0))
     result = yield step_for(words)
-    return named(result.content)[-1]
+    return "" if result.error else named(result.content)[-1]
 
 
 def follow(task: Task, skills: Skills) -> Program:
@@ -58,13 +56,15 @@ def follow(task: Task, skills: Skills) -> Program:
     words, calls = asked(task.question), 0
     while len(words) == 2 and (words[0] in TABLES or words[0].isdigit()):
         result = yield step_for(words)
+        if result.error:
+            return ""
         words, calls = named(result.content), calls + 1
     if words[0] in SUBJECT:
         return (yield from consult(task, words, skills, calls))
     return words[-1]
 
 
-PROGRAMS: dict[str, Callable[[Task], Program]] = {
+PROGRAMS: dict[str, Programs] = {
     "router": partial(route, skills=equal),
     "oracle-router": partial(route, skills=hidden),
     "program": partial(follow, skills=equal),
@@ -87,8 +87,11 @@ def consult(task: Task, words: tuple[str, ...], skills: Skills, calls: int) -> P
     """
     word, number = words
     rewards = expected_rewards(task, skills(word), calls)
+    answer = ""
     for expert in ORDERS[int(np.argmax(rewards))]:
         result = yield ToolCall("ask", {"expert": expert, "question": f"{word} {number}"})
+        if result.error:
+            break
         confidence, answer = result.content.split(": ")
         if confidence == "sure":
             break

@@ -16,7 +16,6 @@ from nanorchestra.tools.spending import Spending
 from tools import load_tools
 from worlds import agent_tasks, preferences, questions, recorded
 from worlds.desk import Desk
-from worlds.miniature.world import Miniature
 from worlds.mixture import Mixture
 from worlds.toolscale import dataset
 from worlds.toolscale.small import small_world
@@ -53,26 +52,26 @@ def agent_of(settings: TaskSection) -> str:
     return own or settings.agent
 
 
-def knows_only_miniature(model: Path) -> bool:
-    """Returns whether a checkpoint has seen nothing but the miniature: nano, its base, and runs."""
+def knows_only_desk(model: Path) -> bool:
+    """Returns whether a checkpoint has seen nothing but the desk: nano, its base, and runs."""
     if model.resolve() in (NANO, NANO.with_name("base")):
         return True
     config = model.parent / "config.toml"
     world = read_toml(config).get("task", {}).get("world") if config.is_file() else None
-    return world == Miniature.name
+    return world == Desk.name
 
 
 def note_on_tools(model: str, world: str, setting: str) -> str:
-    """Returns a line if a checkpoint has seen the miniature alone and the world is another.
+    """Returns a line if a checkpoint has seen the desk alone and the world is another.
 
     "" if not. `model` "" is one of random weights; `setting` is where the user names a model.
     """
     known = [name.partition("=")[0].strip() for name in world.split(",")]
-    if Miniature.name in known or (model and not knows_only_miniature(Path(model))):
+    if Desk.name in known or (model and not knows_only_desk(Path(model))):
         return ""
     name = model or "a model of random weights"
     return (
-        f"{name} knows the miniature at most, not the tools of {world}: expect few right answers. "
+        f"{name} knows the desk at most, not the tools of {world}: expect few right answers. "
         f"Name a model that calls tools by {setting}, say Qwen/Qwen3-0.6B (docs/models.md)"
     )
 
@@ -80,7 +79,7 @@ def note_on_tools(model: str, world: str, setting: str) -> str:
 def parse_mixture(text: str) -> dict[str, float]:
     """Returns the shares that task.world states, which add up to 1.
 
-    "miniature=0.99, data/=0.01" names worlds and weights; a weight that is missing is 1. UserError.
+    "desk=0.99, data/=0.01" names worlds and weights; a weight that is missing is 1. UserError.
     """
     entries = [entry.partition("=") for entry in text.split(",")]
     try:
@@ -91,15 +90,13 @@ def parse_mixture(text: str) -> dict[str, float]:
         len(weights) == len(entries)
         and all(name and 0 < weight < math.inf for name, weight in weights.items()),
         f"task.world is {text!r}; it must name each world once with a weight above 0, like "
-        "'miniature=0.9, data/=0.1'",
+        "'desk=0.9, data/=0.1'",
     )
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
 def _open(name, settings, seed, sandbox, spending) -> World:
     """Returns one world. UserError."""
-    if name == Miniature.name:
-        return Miniature(seed, sandbox)
     if name == Desk.name:
         return Desk(seed, sandbox)
     kind, _, domains = name.partition(":")
@@ -113,8 +110,8 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     require(is_there, f"task.world: {name}: no such file")
     require(
         asks or Path(name).exists(),
-        f"task.world: there is no world {name!r}; it must be {Miniature.name}, "
-        f"{Desk.name}, domains, domains:NAME+NAME, {questions.PREFIX}FILE, {recorded.PREFIX}FILE, "
+        f"task.world: there is no world {name!r}; it must be {Desk.name}, "
+        f"domains, domains:NAME+NAME, {questions.PREFIX}FILE, {recorded.PREFIX}FILE, "
         f"{agent_tasks.PREFIX}FILE.py:FUNCTION, a directory of data_gen.py, a "
         ".jsonl file of ToolScale's rows, or a .py file with an environment of your own",
     )

@@ -130,6 +130,7 @@ def _summary(played: Pairs, done: Finished) -> Json:
         "by_preference": _means_by([task.preference.name for task, _ in done.pairs], done.rows),
         "by_kind": _means_by([task.kind for task, _ in done.pairs], done.rows),
         "right_by_kind": _right_by_kind(done),
+        "calls_by_preference": _calls_by_preference(done.pairs),
         **_tallies(done.pairs),
     }
 
@@ -369,10 +370,8 @@ def _tallies(pairs: Pairs) -> Json:
     The policy's own tokens and seconds are those of "policy". Of calls that run side by side the
     slowest counts; the seconds that it waited for an endpoint or a worker are those of "waiting".
     """
-    calls, usd, seconds = Counter(), Counter(), Counter()
+    usd, seconds = Counter(), Counter()
     for task, attempt in pairs:
-        for name, count in attempt.calls.items():
-            calls[task.offers.get(name, "unknown")] += count
         usd["policy"] += attempt.policy_usd
         own_seconds = attempt.latency_s
         for turn in attempt.turns:
@@ -392,11 +391,28 @@ def _tallies(pairs: Pairs) -> Json:
         seconds["policy"] += own_seconds
     verdicts = Counter(attempt.verdict for _, attempt in pairs if attempt.verdict)
     return {
-        "calls": _shares(calls, len(pairs)),
+        "calls": _calls(pairs),
         "costs_usd": _shares(usd, len(pairs)),
         "seconds_by": _shares(seconds, len(pairs)),
         "verdicts": _shares(verdicts, len(pairs)),
     }
+
+
+def _calls(pairs: Pairs) -> dict[str, float]:
+    """Returns the calls per attempt by what is behind the name."""
+    calls = Counter()
+    for task, attempt in pairs:
+        for name, count in attempt.calls.items():
+            calls[task.offers.get(name, "unknown")] += count
+    return _shares(calls, len(pairs))
+
+
+def _calls_by_preference(pairs: Pairs) -> dict[str, dict[str, float]]:
+    """Returns `_calls` of each preference, in which a policy shows that heeds none."""
+    groups = defaultdict(list)
+    for task, attempt in pairs:
+        groups[task.preference.name].append((task, attempt))
+    return {name: _calls(group) for name, group in sorted(groups.items())}
 
 
 def _shares(counts: Counter, total: int) -> dict[str, float]:

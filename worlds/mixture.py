@@ -40,12 +40,6 @@ class Mixture:
         return self.worlds[task.world].environment(task, seed)
 
     def lesson(self, index: int, most_tools: int = 0) -> tuple[Environment, Iterable[Lesson]]:
-        """Returns a lesson of a world that demonstrates.
-
-        With a limit of tools only the miniature's, if it is among the worlds: the long texts of a
-        domain would dominate the loss while the model learns to copy.
-        """
+        """Returns a lesson of a world that demonstrates."""
         taught = [name for name, world in self.worlds.items() if demonstrates(world)]
-        if most_tools and "miniature" in taught:
-            taught = ["miniature"]
         return self._drawn(taught, index).lesson(index, most_tools)

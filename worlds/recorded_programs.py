@@ -2,8 +2,7 @@
 
 A baseline is a plan for each task: an order of experts, and how many equal answers end it. Plans
 are chosen on the training half before an answer of the held-out half is read. A plan is played as a
-program (desk_programs.py): a generator that yields calls, is sent their results, and returns the
-answer.
+program (programs.py).
 
 | name | asks |
 |---|---|
@@ -19,7 +18,7 @@ answer.
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
@@ -29,10 +28,9 @@ import numpy as np
 from nanorchestra.errors import require
 from nanorchestra.records import Preference, Task, ToolCall, Trajectory
 from reward import normalise, project, weights
-from worlds.desk_programs import Program
+from worlds.programs import Program, Programs
 from worlds.recorded import Case, RecordedWorld, same
 
-Programs = Callable[[Task], Program]  # one for each task
 CHANCE = "chance"
 FEW = 20  # cases of which the same is told, below which a table says nothing
 

@@ -1,11 +1,10 @@
 """The terminal of an orchestrator: the questions that it takes, and the commands.
 
-It takes any question, with the tools of a catalogue, or those of the miniature.
+It takes any question, with the tools of a catalogue, or those of the desk.
 """
 
 import itertools
 import json
-import re
 import sys
 import time
 from collections import Counter
@@ -31,10 +30,9 @@ from nanorchestra.training.trajectories import from_row, replay, to_row
 from nanorchestra.units import bill, dollars
 from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
 from worlds.catalogue import as_listed, names_of, reached
-from worlds.load import knows_only_miniature
-from worlds.miniature.ask import EXAMPLES, LINE_UP, OutsideError, as_task
-from worlds.miniature.offers import is_expert
-from worlds.miniature.world import Miniature
+from worlds.desk import FIELDS, SUBJECT, TABLES, Desk
+from worlds.desk_ask import EXAMPLES, SENTENCES, OutsideError, as_task
+from worlds.load import knows_only_desk
 from worlds.preferences import worded
 
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
@@ -42,19 +40,13 @@ SEARCH = "Finds passages of documents for a query of a few words."
 KEYS = "Ctrl-C stops an answer, /quit or Ctrl-D leaves; Tab completes, Alt-Enter breaks the line"
 COPIED = 3  # examples, to copy
 FRIENDLY = (
-    "nano knows only its miniature world. Three questions to copy:\n  {}\nAny other needs a larger "
+    "nano knows only its desk. Three questions to copy:\n  {}\nAny other needs a larger "
     "model: serve.py --model MODEL@URL, or --model with a hub id. /help lists the commands."
 )
-SUM = re.compile(r"\d *[-+*/x×:] *\d")
-SUMS = (
-    "nano knows two kinds of sums: three digits times one, such as 417 * 6, and two digits plus or "
-    "minus two, such as 47 + 36"
-)
 STRANGE = (
-    "this model knows only the miniature: it cannot use other tools. Leave out --tools and "
+    "this model knows only the desk: it cannot use other tools. Leave out --tools and "
     "--index, or give another --model (docs/models.md)"
 )
-NO_EXPERT = "all experts are off: the model has learnt with one on offer, and fails without one"
 
 
 class OpenQuestions:
@@ -63,9 +55,9 @@ class OpenQuestions:
     title = "any question; seconds of tools are measured, prices are the catalogue's"
     examples = ["What is the 1000th prime number?", "Which of your tools is the cheapest?"]
     shorthand = ""  # what abbreviations in descriptions and thoughts mean
+    known = ""  # what the questions of the world are about
     outside = ""  # what is said of a question that is not of the world
     alone = False  # whether each question is a task of its own, outside any conversation
-    lacks_expert = False  # whether the policy has learnt with experts, and all are off
 
     def __init__(self, tools: list[Tool]):
         self.tools = tools
@@ -75,8 +67,8 @@ class OpenQuestions:
         """Returns what the chat page shows before a question: examples, tools and their prices."""
         tools = []
         for tool in self.tools:
-            description = tool.description.removesuffix(tool.name).strip()
-            tools.append({"name": tool.name, "description": description, "price": price(tool)})
+            told = {"name": tool.name, "description": tool.description, "price": price(tool)}
+            tools.append(told)
         title = self.title.replace(" (/example)", "")  # a command of the prompt
         about = ". ".join(filter(None, [title, self.shorthand]))
         about = f"{about[0].upper()}{about[1:]}."
@@ -93,52 +85,49 @@ class OpenQuestions:
         return ToolEnvironment(Task("asked", question, preference), as_listed(tools))
 
 
-class MiniatureQuestions(OpenQuestions):
-    """The miniature's questions, each a task of its own, and its simulated experts."""
+class DeskQuestions(OpenQuestions):
+    """The desk's questions, each a task of its own, and its simulated experts."""
 
     title = (
-        "the miniature: four kinds of questions (/example), each on its own; experts are "
-        "simulated, prices and seconds of tools virtual"
+        "the desk: questions such as those of /example, each on its own; experts are simulated, "
+        "their prices and seconds are virtual, and others for each question"
     )
     examples = EXAMPLES
     shorthand = (
-        "60s 74c large: a large model that takes about 60 s, at 74 cents for 100,000 tokens of an "
-        "expert or for 100 calls of a tool"
+        "12c 20s: a call costs about 12 US cents and takes about 20 seconds; a thought has the "
+        "wish, the experts in its order, what they said, the number and word it is about, and "
+        "what to do"
+    )
+    known = (
+        f"It knows the {' or '.join(FIELDS)} of a word with a number of three digits, products of "
+        "two digits and one, and wishes.\n"
+        f"Words: {', '.join([*TABLES, *SUBJECT])}\n"
+        f"Wishes: {' '.join(SENTENCES)}"
     )
     outside = (
-        "nano knows only its miniature world: questions like these, products of three digits and "
-        "one, sums of two digits and two. Any other needs a larger model: serve.py --http --model "
-        "MODEL@URL, or --model with a hub id."
+        "nano knows only its desk: questions like these, and products of two digits and one. Any "
+        "other needs a larger model: serve.py --http --model MODEL@URL, or --model with a hub id."
     )
     alone = True
 
     def __init__(self, sandbox: Sandbox):
         self.sandbox = sandbox
-        self.off = set()
-        by_name = {}
-        for example in EXAMPLES:
-            by_name |= self.open(example, Preference(), 0).by_name
-        self.tools = list(by_name.values())
-
-    @property
-    def lacks_expert(self) -> bool:
-        """Whether every expert is off."""
-        return {offer["name"] for offer in LINE_UP if is_expert(offer)} <= self.off
+        super().__init__([])
+        self.tools = list(self.open(EXAMPLES[0], Preference(), 0).by_name.values())
 
     def open(self, question: str, preference: Preference, seed: int) -> ToolEnvironment:
-        """Returns an attempt under a preference, whose words nano reads as they are typed.
+        """Returns an attempt under a preference, whose limits bind unsaid: nano cannot read them.
 
-        UserError outside this world, OutsideError if it is the question.
+        UserError, OutsideError if it is the question.
         """
-        try:
-            task = as_task(question, preference)
-        except OutsideError:
-            if not SUM.search(question):
-                raise
-            wrong = f"outside the miniature's world: {question[:60]!r}; {SUMS}"
-            raise OutsideError(wrong) from None
-        task.data["tools"] = [o for o in task.data["tools"] if o["name"] not in self.off]
-        return Miniature(0, self.sandbox).environment(task, seed)
+        task = as_task(question, preference)
+        env = Desk(0, self.sandbox).environment(task, seed)
+        tools = list(env.by_name.values())
+        task.preference.check_names("preference", names_of(tools), all_ban_names(tools))
+        env.messages[0]["content"] = f"{task.question} {task.preference.text}"
+        env.tools = [tool.schema for tool in tools if tool.name not in self.off]
+        env.by_name = {tool.name: tool for tool in tools if tool.name not in self.off}
+        return env
 
 
 def questions_of(
@@ -148,13 +137,13 @@ def questions_of(
     sandbox: Sandbox,
     spending: Spending | None = None,
 ) -> OpenQuestions:
-    """Returns the questions of a checkpoint: the miniature's, if it was trained there.
+    """Returns the questions of a checkpoint: the desk's, if it was trained there.
 
     With tools of `catalogue`, or search in `index`, or a model behind an endpoint (None), they are
     any. Without a catalogue there is Python. `spending` has the recorded replies of its experts.
     """
-    if model and knows_only_miniature(model) and not (catalogue or index):
-        return MiniatureQuestions(sandbox)
+    if model and knows_only_desk(model) and not (catalogue or index):
+        return DeskQuestions(sandbox)
     search = [LookupTool("search", SEARCH, open_index(index))] if index else []
     if catalogue:
         return OpenQuestions(load_tools(catalogue, sandbox, spending, more=search))
@@ -207,8 +196,6 @@ class Terminal:
             if not self.at_prompt:
                 raise
             self.console.line(FRIENDLY.format("\n  ".join(self.world.examples[:COPIED])))
-            if SUM.search(line):
-                self.console.line(SUMS)
 
     def ask(self, question: str) -> Trajectory:
         """Runs one attempt at a question, shows it with its cost and returns it.
@@ -289,7 +276,8 @@ class Terminal:
         env = self.world.open(self.world.examples[0], preference, 0)
         self.preference = preference
         asked = env.task.preference
-        self.console.line(f"added to a question: {asked.words or 'nothing'}")
+        added = env.messages[-1]["content"].removeprefix(env.task.question).strip()
+        self.console.line(f"added to a question: {added or 'nothing'}")
         words = "; the words are for the model" if preference.text else ""
         self.console.line(f"binds: {binding(asked)}{words}")
 
@@ -303,8 +291,6 @@ class Terminal:
             off.remove(text)
         elif text:
             off.add(text)
-        if text and self.world.lacks_expert:
-            self.console.line(NO_EXPERT)
         for tool in self.world.tools:
             state = "off, " if tool.name in off else ""
             self.console.line(f"  {tool.name} ({state}{price(tool)}): {tool.description}")
@@ -354,7 +340,8 @@ class Terminal:
         """Examples and commands."""
         lines = [f"{name:9}{getattr(self, 'do_' + name[1:]).__doc__}" for name in COMMANDS]
         examples = [f"  {example}" for example in self.world.examples]
-        self.console.line("\n".join(["Questions to copy:", *examples, *lines, KEYS]))
+        known = filter(None, [self.world.known])
+        self.console.line("\n".join(["Questions to copy:", *examples, *known, *lines, KEYS]))
 
 
 @dataclass

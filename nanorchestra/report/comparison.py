@@ -64,12 +64,14 @@ def _summary_table(worlds: dict[str, dict[str, Json]]) -> Rows:
 
 def _world(name: str, policies: dict[str, Json]) -> Json:
     """The tables and figures of a world."""
-    rates, rewards = {}, {}
+    rates, rewards, calls_by_preference = {}, {}, {}
     differences = [["", *(MEASURES[key].title for key in MAIN)]]
     for policy, scores in policies.items():
         rates[policy] = {f"pass^{k}": rate for k, rate in enumerate(scores["pass_hat"], 1)}
         parts = scores["by_preference"].items()
         rewards[policy] = {preference: means["reward"] for preference, means in parts}
+        for preference, calls in scores["calls_by_preference"].items():
+            calls_by_preference[f"{policy}, {preference}"] = calls
         if policy != next(iter(policies)):
             differences.append([policy, *(difference(scores["behind"], key) for key in MAIN)])
     return {
@@ -79,6 +81,7 @@ def _world(name: str, policies: dict[str, Json]) -> Json:
         "failures": failures(policies),
         "pass_hat": _numbers(rates, percent),
         "calls": _numbers({policy: scores["calls"] for policy, scores in policies.items()}),
+        "calls_by_preference": _numbers(calls_by_preference),
         "seconds": _numbers(
             {policy: scores["seconds_by"] for policy, scores in policies.items()}, seconds
         ),

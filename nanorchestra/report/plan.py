@@ -14,6 +14,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.model.checkpoint import PRESETS, read_config
 from nanorchestra.model.qwen3 import ModelConfig
 from nanorchestra.training.costs import GB, GPUS, Costs
+from nanorchestra.training.draft import shape_for
 
 LIBRARIES, FRAGMENTS = 1.5 * GB, 0.05  # CUDA and NCCL; of what is allocated
 LOSS = 1.5 * GB  # logits and gradients of activations, a chunk or a layer of each
@@ -134,7 +135,9 @@ def plan(
     limit = GPUS[name].memory if memory_gb is None else memory_gb * GB
     require(limit > 0, f"--memory is {limit / GB:g}; it must be the GB of one GPU")
     path = config.model.path
-    model, origin = _shape("nano" if path in ("", DRAFT) else path, open)
+    model, origin = shape_for(config.task.world), []
+    if path not in ("", DRAFT):
+        model, origin = _shape(path, open)
     setup = Setup(config, gpus, model)
     fits, numbers = peak(setup) <= limit, setup.costs.numbers
     lines = [

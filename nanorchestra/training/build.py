@@ -66,7 +66,7 @@ def load_policy(
     group = stored_group(directory) if in_4_bits else None
 
     def build(shape):
-        if is_dry_run(config):  # prompts may be longer than any that the miniature has learnt from
+        if is_dry_run(config):  # prompts may be longer than any that nano has learnt from
             shape = replace(shape, max_position_embeddings=config.rollout.context_tokens)
         return as_configured(Qwen3(shape), config, ranks, dtype, group)
 

@@ -209,14 +209,14 @@ def play(nano_tokenizer, tmp_path_factory):
     inner = orchestrator("inner", plain())
     deputy = orchestrator("deputy", [*roles(), inner])
     named = {
-        "miniature": "miniature",
+        "desk": "desk",
         "questions": f"questions:{folder / 'rows.jsonl'}",
         "published": f"questions:{folder / 'rows.jsonl'}",
     }
     published = os.path.join(os.path.dirname(__file__), "../../assets/toolorchestra.toml")
     worlds = {}
     for kind, name in named.items():
-        tools = {"miniature": "", "published": published}.get(kind)
+        tools = {"desk": "", "published": published}.get(kind)
         if kind == "questions":
             listed = [
                 {"name": n, "kind": "expert", "description": "d", "expert": n}
@@ -287,7 +287,7 @@ class Everything(dict):
 
 
 KINDS = (
-    "miniature",
+    "desk",
     "questions",
     "published",
     "domain",

@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 
 import pytest
-from miniature_tasks import environment, tasks_of
 from openai_server import openai_server, said
 from scripted import EchoTool, play
 
@@ -18,7 +17,7 @@ from nanorchestra.model import chat
 from nanorchestra.records import Preference, Task, ToolCall, ToolResult, Turn
 from nanorchestra.training.warm_start import demonstration
 from tools import load_tools
-from worlds.miniature.teacher import teach
+from worlds.desk import Desk, teach
 
 EVIDENCE = {  # what the results of each tool add
     "find": lambda arguments, text: {"documents": [text]},
@@ -117,12 +116,14 @@ def test_budgets_are_kept_in_ids_whatever_the_text(nano_tokenizer):
 
 def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):
     settings = RolloutSection(context="rebuild", context_tokens=1000, turn_tokens=200)
-    for task in tasks_of("train", 12):
-        env = environment(task, 0, sandbox)
-        taught = demonstration(teach(env, 0), env, nano_tokenizer, settings)
+    world = Desk(0, sandbox)
+    for index in range(12):
+        task = world.task("train", index)
+        env = world.environment(task, 0)
+        taught = demonstration(teach(env, random.Random(index)), env, nano_tokenizer, settings)
         turns = [taught.ids[turn.start : turn.end] for turn in taught.turns]
         script = [nano_tokenizer.decode(ids) for ids in turns]
-        envs = [environment(task, 0, sandbox)]
+        envs = [world.environment(task, 0)]
         ((t,), engine) = play(nano_tokenizer, script, envs=envs, settings=settings)
         assert (t.ids, t.sampled, len(t.turns)) == (taught.ids, taught.sampled, len(turns))
 

@@ -95,7 +95,7 @@ def random_model(dtype: torch.dtype, **switches) -> Qwen3:
     """A small model whose norms are not 1, and whose layers outweigh the embeddings."""
     shape = replace(
         PRESETS["nano"], vocab_size=97, hidden_size=64, intermediate_size=96, head_dim=16,
-        num_hidden_layers=2, num_attention_heads=4, **switches,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **switches,
     )  # fmt: skip
     model = Qwen3(shape)
     model.init_weights(0)

@@ -25,6 +25,7 @@ def scores(reward, **changes):
         "pass_hat": [0.5, 0.3],
         "published": 0.125,
         "calls": {"large": 0.5, EVIL: 0.1},
+        "calls_by_preference": {"cheap": {"large": 0.25}},
         "seconds_by": {"policy": 1.0},
         "by_preference": {"cheap": {"reward": reward}},
         "behind": {"reward": [0.1, None, None, 0.2]},
@@ -43,7 +44,7 @@ def attempt(policy, number, reward):
 
 def page_of(path, policies, rows=()):
     run = RunFolder.create(path, "seed = 1")
-    run.write_json("summary.json", {"partial": EVIL, "worlds": {"miniature": policies}})
+    run.write_json("summary.json", {"partial": EVIL, "worlds": {"desk": policies}})
     (path / "00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_comparison(path)
     return Page(path)
@@ -55,10 +56,10 @@ def test_the_page_has_the_numbers_of_the_summary_and_runs_nothing(tmp_path):
     rows += [attempt("a/model:turns=2", n, 0.5) for n in range(20)]
     page = page_of(tmp_path / "one", {name: scores(n / 4) for n, name in enumerate(names)}, rows)
     assert page.loads_and_runs_nothing() and page.text.count(EVIL) > 8
-    summary, measures, passes, calls, seconds, preferences, behind = range(7)
+    summary, measures, passes, calls, by_preference, seconds, preferences, behind = range(8)
     assert page.row("perfect", summary) == {
         "": "perfect",
-        "miniature": "50.0% ±10.0%",
+        "desk": "50.0% ±10.0%",
         "cost": "$0.002",
         "time": "3.0 s",
     }
@@ -66,6 +67,7 @@ def test_the_page_has_the_numbers_of_the_summary_and_runs_nothing(tmp_path):
     assert (shown["reward"], shown["appendix L"], shown["tasks"]) == ("0.500", "0.125", "12")
     assert page.row("perfect", passes)["pass^2"] == "30.0%"
     assert page.row("perfect", calls) == {"": "perfect", EVIL: "0.100", "large": "0.500"}
+    assert page.row("perfect, cheap", by_preference) == {"": "perfect, cheap", "large": "0.250"}
     assert page.row("perfect", seconds)["policy"] == "1.0 s"
     assert page.row("perfect", preferences)["cheap"] == "0.500"
     assert page.row("perfect", behind)["reward"] == "+0.100 [-, -] p=0.2"

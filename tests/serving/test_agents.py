@@ -24,8 +24,8 @@ from nanorchestra.serving.agents import AgentFunction, load_agent, played_by
 from nanorchestra.training.grpo import as_group, gave_answer
 from nanorchestra.training.trajectories import from_row, to_row
 from worlds.agent_tasks import AgentTasks
+from worlds.desk import Desk
 from worlds.metrics import rewritten_share
-from worlds.miniature.world import Miniature
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openai_agent.py"
 COUNT = 12
@@ -37,14 +37,14 @@ def ours():
     return load_rollout(
         NANO,
         RolloutSection(turns=10, turn_tokens=512, context_tokens=2048),
-        {"temperature": 1.0},
+        {"temperature": 0.5},  # a malformed call is text to OpenAI's client
         COUNT,
     )
 
 
 @pytest.fixture
 def world(sandbox):
-    return Miniature(0, sandbox)
+    return Desk(0, sandbox)
 
 
 def environments(world, count=COUNT):
@@ -268,8 +268,9 @@ def test_requests_that_are_not_served_have_a_status_and_a_reason(ours, world):
 def test_calls_are_billed_and_run_side_by_side(ours, world):
     def play(attempt):
         ask(attempt, attempt.task["messages"])
-        names = [tool["function"]["name"] for tool in attempt.task["tools"]]
-        results = attempt.call([{"name": name, "arguments": {}} for name in names[:2]])
+        row, code = {"table": "order", "id": 100}, {"code": "6 * 7"}
+        calls = [{"name": "records", "arguments": row}, {"name": "python", "arguments": code}]
+        results = attempt.call(calls)
         results += attempt.call([{"name": "none"}])
         return json.dumps(results)
 
@@ -322,7 +323,7 @@ def test_openais_agents_sdk_plays_what_our_loop_plays(ours, world):
     assert all(len(t.contexts()) == 1 for t in played)  # no id was tokenised again
     # The SDK writes schemas in words of its own, so that a draw may fall another way.
     answers = [(t.answer, other.answer) for t, other in zip(played, expected, strict=True)]
-    assert sum(one == other for one, other in answers) >= 4, answers
+    assert sum(one == other for one, other in answers) >= 2, answers
 
 
 def test_an_agent_with_tasks_of_its_own_reports_its_reward(ours):

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import random
 import threading
 import time
 from dataclasses import replace
 from functools import partial
 
 import pytest
-from miniature_tasks import environment, tasks_of
 from openai_server import openai_server, said
 from scripted import ANSWER, SETTINGS, EchoTool, call, echoing, play
 
@@ -23,7 +23,7 @@ from nanorchestra.serving import endpoint
 from nanorchestra.tools import http
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import to_row
-from worlds.miniature.teacher import teach
+from worlds.desk import Desk, teach
 
 KEY = "sk-secret/key"
 HI = ("echo", '{"text":"hi"}')
@@ -53,12 +53,13 @@ def run(server, tokenizer, *envs, **changes):
 def test_a_recorded_attempt_is_the_conversation_that_the_endpoint_had(
     server, nano_tokenizer, sandbox
 ):
-    """An expert solves the miniature's tasks as the teacher does; sampled is what it wrote."""
-    tasks = tasks_of("train", 8)
+    """An endpoint does the desk's tasks as the teacher does; sampled is what it wrote."""
+    world = Desk(0, sandbox)
+    tasks = [world.task("train", index) for index in range(8)]
     lessons = {}
     for task in tasks:
-        env = environment(task, 0, sandbox)
-        lessons[env.messages[-1]["content"]] = task, list(teach(env, 0))
+        env = world.environment(task, 0)
+        lessons[env.messages[-1]["content"]] = task, teach(env, random.Random(task.id))
 
     def solve(body):
         task, turns = lessons[body["messages"][0]["content"]]
@@ -69,7 +70,7 @@ def test_a_recorded_attempt_is_the_conversation_that_the_endpoint_had(
         return said(None, [asked], "tool_calls", reasoning_content=lesson.thought)
 
     server.answer = solve
-    envs = [environment(task, 0, sandbox) for task in tasks]
+    envs = [world.environment(task, 0) for task in tasks]
     trajectories = run(server, nano_tokenizer, *envs, context_tokens=9999)
     rendered = set()
     for body in server.bodies:

@@ -32,9 +32,9 @@ import asyncio, os, sys, time
 import serve
 from nanorchestra.agent.loop import Attempt
 from nanorchestra.serving import loop, mcp
-from worlds.terminal import MiniatureQuestions
+from worlds.terminal import DeskQuestions
 mcp.THOUGHT_S = 0.1
-opened, run, step = MiniatureQuestions.open, Attempt.run, loop.Service._step
+opened, run, step = DeskQuestions.open, Attempt.run, loop.Service._step
 def noisy_open(self, *args):
     print("noise", flush=True)
     os.system("echo noise of a child")
@@ -48,11 +48,11 @@ async def told_run(self):
 def slow_step(self):
     time.sleep(0.03 * os.path.exists(sys.argv[1]))
     return step(self)
-MiniatureQuestions.open, Attempt.run, loop.Service._step = noisy_open, told_run, slow_step
+DeskQuestions.open, Attempt.run, loop.Service._step = noisy_open, told_run, slow_step
 sys.exit(serve.main(["--mcp", *sys.argv[2:]]))
 """
-ORDER = "what is the age of the customer of order 512?"
-LAW = "in hard law trial 372, what is the code?"
+ORDER = "What is the code of order 512?"
+LAW = "What is the rank of trial 372?"
 
 
 class Asking:
@@ -143,27 +143,27 @@ def start(make_engine):
 
 
 def test_a_question_is_answered_with_progress_and_nothing_else_is_on_stdout(pipes):
-    ((result, told),) = pipes.ask({"question": ORDER, "preference": "be quick", "usd": 0.05})
-    assert not result.is_error and result.content[0].text == "19"
+    ((result, told),) = pipes.ask({"question": ORDER, "preference": "be quick", "usd": 2.0})
+    assert not result.is_error
     report = result.structured_content
-    assert report["answer"] == "19" and report["status"] == "answered"
-    assert report["calls"] == {"tool-da-lo": 2} and report["cost_usd"] > 0.0006
-    assert report["latency_s"] > 5
+    assert report["answer"] == result.content[0].text and report["status"] == "answered"
+    calls = sum(report["calls"].values())
+    assert calls >= 1 and report["cost_usd"] > 0.01 and report["latency_s"] > 1
     *_, row = map(json.loads, pipes.slow.with_name("trace").read_text().splitlines())
-    assert row["answer"] == "19" and row["task"]["question"] == ORDER
+    assert row["answer"] == report["answer"] and row["task"]["question"] == ORDER
     assert [progress for progress, _ in told] == [*range(1, len(told) + 1)]
     messages = [message for _, message in told]
     assert messages[0].startswith("thinks: ") and messages[-1].startswith("thinks: ")
     messages = [message for message in messages if not message.startswith("thinks: ")]
-    assert [message.split()[0] for message in messages] == ["calls:", "result"] * 2
-    assert '{"name": "tool-da-lo", "arguments": {"table": "order", "id": 512}}' in messages[0]
-    assert messages[1].startswith("result ($0.0003, ") and '{"customer": 731}' in messages[1]
+    assert [message.split()[0] for message in messages[::2]] == ["calls:"] * calls
+    assert {message.split()[0] for message in messages[1::2]} <= {"result", "error"}
+    assert '"arguments": {' in messages[0] and " ($0." in messages[1]
     wire, errors = pipes.files
     for line in wire.read_bytes().splitlines():
         types.jsonrpc_message_adapter.validate_json(line, by_name=False)
     assert "noise\n" in errors.read_text() and "noise of a child" in errors.read_text()
     (tool,) = pipes.portal.call(pipes.client.list_tools).tools
-    assert "tool-da-lo" in tool.description and tool.input_schema["additionalProperties"] is False
+    assert "records" in tool.description and tool.input_schema["additionalProperties"] is False
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,17 @@ def test_a_question_is_answered_with_progress_and_nothing_else_is_on_stdout(pipe
         ({}, "ask: question is missing"),
         ({"question": " \n"}, "ask: question is ' \\n'; string should match pattern"),
         ({"question": "a" * 100_001}, "string should have at most 100000 characters"),
-        ({"question": "who?"}, "outside the miniature's world: 'who?'; ask like "),
-        ({"question": "1" * 100_000}, "outside the miniature's world: '1111"),  # at once
-        ({"question": LAW, "preference": "banana=3"}, "preference: there is no banana; weights"),
+        ({"question": "who?"}, "outside the world of the desk: 'who?'; ask like "),
+        ({"question": "1" * 100_000}, "outside the world of the desk: '1111"),  # at once
+        (
+            {"question": LAW, "preference": "banana=3"},
+            "preference: banana has a weight; the desk has none",
+        ),
         ({"question": LAW, "usd": 0}, "ask: usd is 0; it should be greater than 0"),
-        ({"question": LAW, "never": ["x"]}, "preference: there is no x to ban; there are tool-"),
+        (
+            {"question": LAW, "never": ["x"]},
+            "preference: there is no x to ban; there are records, ",
+        ),
         ({"question": LAW, "usd": "1"}, "ask: usd is '1'; it should be a valid number"),
         ({"question": LAW, "second": 1}, "ask: there is no second; did you mean seconds?"),
     ],
@@ -189,7 +195,7 @@ def test_wrong_arguments_are_one_line(pipes, arguments, problem):
 
 
 def test_limits_hold_and_an_unknown_tool_is_refused(pipes):
-    limits = {"usd": 1e-6, "never": ["large"]}
+    limits = {"usd": 1e-6, "never": ["ant"]}
     ((result, _),) = pipes.ask({"question": LAW} | limits)
     assert result.is_error and result.content[0].text == "no answer: user_limit"
     assert result.structured_content["cost_usd"] <= 1e-6
@@ -215,7 +221,7 @@ def test_calls_run_side_by_side_and_a_cancelled_one_ends(pipes):
     finally:
         pipes.slow.unlink()
     ((result, _),) = pipes.ask({"question": ORDER})
-    assert result.content[0].text == "19"
+    assert result.content[0].text == answers[0][0].structured_content["answer"]
 
 
 def message(method, number=None, **params):

@@ -473,9 +473,9 @@ def test_sigterm_ends_the_command_with_status_0(tmp_path):
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     place = process.stdout.readline().split(" at ")[1].split("/v1")[0]
     alone = httpx.post(place + CHAT, json=chat_body("2+2"))
-    assert alone.status_code == 400, "nano knows only the miniature's tools"
+    assert alone.status_code == 400, "nano knows only the desk's tools"
     assert alone.json()["error"]["message"].endswith("without any; ask for nano+tools")
-    body = chat_body("47 + 36", stream=True, model="nano+tools")
+    body = chat_body("47 * 6", stream=True, model="nano+tools")
     with httpx.stream("POST", place + CHAT, json=body) as answer:
         process.send_signal(signal.SIGTERM)
         assert events(answer)

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 
 import faiss
 import numpy as np
@@ -23,9 +22,13 @@ from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.index import QUERY_WORDS, Index, Passage
 from tools import main
 
-ROOT = Path(__file__).resolve().parents[2]
-CORPUS = ROOT / "assets" / "nano" / "corpus.jsonl"
-FACTS = [json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines()]
+RELATIONS = ("mass", "melting point", "atomic radius")
+FACTS = []
+for number in range(1, 160):
+    for place, relation in enumerate(RELATIONS):
+        subject, text = f"element {number}", f"Its {relation} is {1000 * (place + 1) + number}."
+        fact = {"subject": subject, "relation": relation, "text": f"Element {number}. {text}"}
+        FACTS.append(fact)
 
 
 def test_nearly_every_fact_is_found_by_its_subject_and_relation():
@@ -37,7 +40,7 @@ def test_nearly_every_fact_is_found_by_its_subject_and_relation():
             if not (subject in best.lower() and best.split()[-1] == fact["text"].split()[-1]):
                 missed.append(query)
     assert len(missed) < 0.01 * 2 * len(FACTS), missed
-    assert "76" in index.search("OSMIUM: ATOMIC NUMBER", k=1)[0].text
+    assert "3076" in index.search("ELEMENT 76: ATOMIC RADIUS", k=1)[0].text
 
 
 def test_edges_of_k_and_query():
@@ -154,9 +157,11 @@ def test_a_directory_is_indexed_and_again_when_it_changes(pages, tmp_path, capsy
 
 
 def test_many_threads_search_one_saved_index(tmp_path):
-    build_index(CORPUS, tmp_path / "index")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": fact["text"]}) + "\n" for fact in FACTS))
+    build_index(corpus, tmp_path / "index")
     index = open_index(tmp_path / "index")
-    queries = [f"element {i} period" for i in range(1, 100)] * 2
+    queries = [f"element {i} mass" for i in range(1, 100)] * 2
     with ThreadPoolExecutor(4) as pool:
         hits = list(pool.map(lambda query: index.search(query, 2), queries))
     assert hits == [index.search(query, 2) for query in queries]

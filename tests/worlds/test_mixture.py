@@ -9,8 +9,8 @@ import pytest
 from nanorchestra.agent.world import demonstrates
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError
+from worlds.desk import Desk
 from worlds.load import open_world, parse_mixture
-from worlds.miniature.world import Miniature
 from worlds.mixture import Mixture
 
 
@@ -54,26 +54,24 @@ def test_the_size_is_that_of_all_worlds_if_each_has_an_end():
 
 def test_a_mixture_demonstrates_if_one_of_its_worlds_does(sandbox):
     assert not demonstrates(mixture("a, b")[0])
-    assert demonstrates(open_world(TaskSection("miniature, domains"), 0, sandbox))
+    assert demonstrates(open_world(TaskSection("desk, domains"), 0, sandbox))
 
 
 def test_a_task_is_that_of_its_world(sandbox):
-    mixed = open_world(TaskSection("miniature=0.8, domains=0.2"), 3, sandbox)
-    alone = Miniature(3, sandbox)
+    mixed = open_world(TaskSection("desk=0.8, domains=0.2"), 3, sandbox)
+    alone = Desk(3, sandbox)
     tasks = [mixed.task("held_out", index) for index in range(40)]
-    assert 25 <= sum(task.world == "miniature" for task in tasks) < 40
+    assert 25 <= sum(task.world == "desk" for task in tasks) < 40
     for index, task in enumerate(tasks):
-        assert task.world != "miniature" or task == alone.task("held_out", index)
+        assert task.world != "desk" or task == alone.task("held_out", index)
     for task in tasks[:10]:
         assert mixed.environment(task, 0).task == task
 
 
-def test_first_lessons_are_the_miniatures_alone(sandbox):
-    mixed = open_world(TaskSection("miniature, domains"), 0, sandbox)
-    few = [mixed.lesson(index, 1) for index in range(16)]
-    every = [mixed.lesson(index) for index in range(16)]
-    assert {env.task.world for env, _ in few} == {"miniature"}
-    assert {env.task.world for env, _ in every} == {"miniature", "domains"}
+def test_lessons_are_of_every_world_that_demonstrates(sandbox):
+    mixed = open_world(TaskSection("desk, domains"), 0, sandbox)
+    lessons = [mixed.lesson(index) for index in range(16)]
+    assert {env.task.world for env, _ in lessons} == {"desk", "domains"}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +89,6 @@ def test_a_world_that_is_missing_or_empty_is_named(tmp_path):
     criteria = {"actions": [], "reward_basis": ["NL_ASSERTION"], "nl_assertions": ["kind"]}
     task = {"id": "t", "domain": "shop", "evaluation_criteria": criteria}
     (tmp_path / "bare.jsonl").write_text(json.dumps(task))
-    for name in ("minature", tmp_path / "empty", tmp_path / "none.jsonl", tmp_path / "bare.jsonl"):
+    for name in ("dsek", tmp_path / "empty", tmp_path / "none.jsonl", tmp_path / "bare.jsonl"):
         with pytest.raises(UserError, match=str(name)):
             open_world(TaskSection(str(name)), 0, None)

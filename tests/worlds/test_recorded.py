@@ -23,9 +23,9 @@ from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.spending import Spending
 from worlds import metrics
 from worlds.load import open_world
+from worlds.programs import ProgramAttempt, play_program
 from worlds.recorded import load_cases, record
 from worlds.recorded_programs import Baselines, Chance, Plan
-from worlds.routers import RouterAttempt, play_program
 
 SKILLS = {"ant-1-2024": 0.75, "ant-2-2024": 0.7, "bee-2023": 0.7, "cat": 0.5}
 USD = {"ant-1-2024": 0.02, "ant-2-2024": 0.001, "bee-2023": 0.001, "cat": 0.005}
@@ -89,7 +89,7 @@ def test_experts_replay_their_bills_and_classes_are_numbered_as_they_are_read(tm
     for task in tasks_of(world)[:100]:
         answers = world.case(task).answers
         env = world.environment(task, 0)
-        attempt = RouterAttempt(env, 0)
+        attempt = ProgramAttempt(env, 0)
         names = ["cat", "bee", "ant-1"]
         read = [attempt.call(ToolCall(name, {})) for name in names]
         recorded = [answers[name] for name in ("cat", "bee-2023", "ant-1-2024")]
@@ -109,7 +109,7 @@ def test_a_user_s_limits_hold_for_recorded_bills(tmp_path):
     world = opened(tmp_path, rows(100))
     task = world.task("train", 0)
     task = replace(task, preference=Preference(usd=0.004, never=["bee"]))
-    attempt = RouterAttempt(world.environment(task, 0), 0)
+    attempt = ProgramAttempt(world.environment(task, 0), 0)
     assert attempt.call(ToolCall("ant-1", {})).refused  # $0.01 at least
     assert attempt.call(ToolCall("bee", {})).refused
     assert not attempt.call(ToolCall("ant-2", {})).refused
@@ -141,7 +141,7 @@ def test_a_question_is_told_as_it_is_and_answers_are_texts(tmp_path):
         made.append({"id": number, "question": f"What is {number}?", "answers": said})
     world = opened(tmp_path, made)
     task = world.task("train", 0)
-    attempt = RouterAttempt(world.environment(task, 0), 0)
+    attempt = ProgramAttempt(world.environment(task, 0), 0)
     assert attempt.call(ToolCall("ant", {})).content == f"It is {task.data['case']}."
     assert attempt.env.score(f"<answer>it is {task.data['case']}</answer>") == 1.0
     assert attempt.env.score("no idea") == 0.0

@@ -1,6 +1,6 @@
 """Draws domain tasks that fit a small context, in memory, from a seed, as they are asked for.
 
-A domain's whole policy and its tools are some thousands of ids of the miniature's tokenizer. A
+A domain's whole policy and its tools are some thousands of ids of nano's tokenizer. A
 prompt here is a tenth of that: one wish, at level 2 with a twist, the tools that it may need and
 one other, the rules of these, no expert, and a user who says at once who it is and knows every key.
 To do nothing is never right: what depends on a record has to be looked up. Names, numbers and keys

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from nanorchestra.model.checkpoint import load_checkpoint
-from worlds.miniature import draft as program
-from worlds.miniature.world import Miniature
+from nanorchestra.training import draft as program
+from worlds.desk import Desk
 from worlds.toolscale.small import small_world
 
 
 def test_a_draft_loads_and_is_a_function_of_its_seed(tmp_path, sandbox, monkeypatch):
     monkeypatch.setattr(program, "LESSONS", 40)
-    world = Miniature(0, sandbox)
+    world = Desk(0, sandbox)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         program.draft(world, seed, tmp_path / name)
     files = {

@@ -1,8 +1,7 @@
 """Writes a draft of an induction circuit into initial weights, which training completes.
 
 A small model discovers copying from its prompt late and by chance (Olsson et al. 2022, arXiv
-2209.11895): nano needed 300 warm-start steps to copy digits with one seed, and never copied them
-with another. The circuit has two halves, one in each of the first two layers:
+2209.11895). The circuit has two halves, one in each of the first two layers:
 
     first layer    head d of the first group attends d + 1 ids back and writes the id found there
     second layer   a head attends to the position whose written ids are the latest ids of the query,

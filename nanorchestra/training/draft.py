@@ -13,10 +13,9 @@ import torch
 from nanorchestra.agent.world import World
 from nanorchestra.model import chat
 from nanorchestra.model.checkpoint import PRESETS, save_checkpoint
-from nanorchestra.model.qwen3 import Qwen3
+from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.tokenizer import train_bpe
-from worlds.miniature.induction import draft_induction
-from worlds.miniature.offers import corpus
+from nanorchestra.training.induction import draft_induction
 
 VOCAB_SIZE = 1024  # of the tokenizer,
 LESSONS = 4800  # which is trained on so many demonstrations
@@ -28,7 +27,7 @@ def draft(world: World, seed: int, directory: Path) -> None:
     The same world and seed write the same bytes. UserError if `directory` cannot be written.
     """
     tokenizer = train_bpe(texts(world, LESSONS), VOCAB_SIZE)
-    preset = PRESETS.get(world.name, PRESETS["nano"])
+    preset = shape_for(world.name)
     shape = dataclasses.replace(
         preset,
         vocab_size=max(preset.vocab_size, -(-tokenizer.vocab_size // 64) * 64),
@@ -39,10 +38,13 @@ def draft(world: World, seed: int, directory: Path) -> None:
     save_checkpoint(model, tokenizer, directory, dtype=torch.float32)
 
 
+def shape_for(world: str) -> ModelConfig:
+    """Returns the shape of a draft for a world: nano's, or a larger one for longer texts."""
+    return PRESETS["nano" if world == "desk" else "domains"]
+
+
 def texts(world: World, count: int) -> Iterator[str]:
-    """Yields `count` demonstrations as text; of the miniature its corpus, too."""
-    if world.name == "miniature":
-        yield from (fact["text"] for fact in corpus()[0])
+    """Yields `count` demonstrations as text."""
     for index in range(count):
         env, turns = world.lesson(index)
         messages = list(env.messages)
