@@ -557,7 +557,7 @@ def write_results(
     }
     if is_dry_run(run.config):
         print(
-            "dry run: nano after a few steps in small; the table shows that a run "
+            "dry run: nano's base after a few steps in small; the table shows that a run "
             "works, and its figures mean nothing"
         )
     print(table(held_out_scores(summary), f"on {tasks} held-out tasks"))

@@ -102,7 +102,7 @@ def _words(table, prefix="--") -> Iterator[str]:
 
 
 def scaled_down(config: Config, model: str) -> Config:
-    """Returns the same run in small for a dry run on CPUs, with `model`, nano.
+    """Returns the same run in small for a dry run on CPUs, with `model`, the base.
 
     Sharding, checkpoints and optimizers stay as they are.
     """

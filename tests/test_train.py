@@ -19,7 +19,7 @@ from run_rows import TIMINGS
 import train as program
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
-from nanorchestra.model.checkpoint import NANO
+from nanorchestra.model.checkpoint import NANO_BASE
 from nanorchestra.records import Trajectory, Turn
 from nanorchestra.report.page import write_report
 from nanorchestra.settings import load_config
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = {
     "run.threads": 1,
     "run.checkpoint_every": 2,
-    "model.path": NANO,
+    "model.path": NANO_BASE,
     "rollout.temperature": 1.5,  # attempts differ in their rewards, so that GRPO learns
     "task.world": "desk",
     "warm_start.steps": 3,

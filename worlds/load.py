@@ -8,7 +8,7 @@ from nanorchestra.agent.world import World
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import require
 from nanorchestra.files import read_toml
-from nanorchestra.model.checkpoint import NANO
+from nanorchestra.model.checkpoint import NANO, NANO_BASE
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
@@ -54,7 +54,7 @@ def agent_of(settings: TaskSection) -> str:
 
 def knows_only_desk(model: Path) -> bool:
     """Returns whether a checkpoint has seen nothing but the desk: nano, its base, and runs."""
-    if model.resolve() in (NANO, NANO.with_name("base")):
+    if model.resolve() in (NANO, NANO_BASE):
         return True
     config = model.parent / "config.toml"
     world = read_toml(config).get("task", {}).get("world") if config.is_file() else None

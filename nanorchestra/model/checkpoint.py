@@ -34,6 +34,7 @@ from nanorchestra.model.sharded import fill, is_sharded, local, whole
 from nanorchestra.model.tokenizer import Tokenizer
 
 NANO = Path(__file__).resolve().parents[2] / "assets" / "nano"  # the bundled checkpoint
+NANO_BASE = NANO.with_name("base")  # what it was before GRPO
 CONFIG, GENERATION = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # the most in one file

@@ -17,7 +17,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 from nanorchestra import settings
 from nanorchestra.config import Config, check
 from nanorchestra.errors import nearest, require
-from nanorchestra.model.checkpoint import NANO
+from nanorchestra.model.checkpoint import NANO_BASE
 from nanorchestra.settings import Settings
 from nanorchestra.training.costs import GPUS
 from nanorchestra.training.run import RunFolder, path_of_run
@@ -92,7 +92,7 @@ def choose_run(options: Options) -> tuple[Config, Path, bool]:
         f"run.name is {config.run.name!r}; names of dry runs end so, --dry-run gives them",
     )
     if options.dry_run:
-        config = settings.scaled_down(config, str(NANO))
+        config = settings.scaled_down(config, str(NANO_BASE))
     path = path_of_run(config.run.root, config.run.name, "run.name")
     # torchrun starts the same command again after a failure. The run's own config.toml has the
     # commit of its model, too.

@@ -89,9 +89,9 @@ def test_the_base_is_the_reference_and_takes_no_memory(adapted):
     trainer = Trainer(adapted, vocab_limit=690)
     grpo = GrpoSection(kl_coef=1.0)
     trainer.begin_grpo(grpo)
-    assert policy_update(trainer, GROUPS, grpo, 0.0)["kl"] > 1e-4
+    assert policy_update(trainer, GROUPS, grpo, 0.0, 1.0)["kl"] > 1e-4
     reset(adapted, seed=0)
-    update = policy_update(trainer, GROUPS, grpo, 0.0)
+    update = policy_update(trainer, GROUPS, grpo, 0.0, 1.0)
     assert update["kl"] == pytest.approx(0.0, abs=1e-7)
     assert not any(name.startswith("reference.") for name in trainer.tensors())
     assert all(module.enabled for _, module in adapters(adapted))
@@ -118,7 +118,7 @@ def test_peft_files_hold_the_adapters(model, tmp_path):
     add_adapters(model, rank=3, alpha=6.0, seed=1)
     trainer = Trainer(model, vocab_limit=690)
     supervised_update(trainer, GROUPS, 1e-2)
-    policy_update(trainer, GROUPS, GrpoSection(), 1e-2)
+    policy_update(trainer, GROUPS, GrpoSection(), 1e-2, 1.0)
     save_adapter(model, tmp_path / "adapter", "base")
     expected = dict(named_hf_tensors(model))
     for name, weight in applied(base, tmp_path / "adapter").items():
@@ -164,7 +164,7 @@ def gradients(model, recompute):
         return float("nan")  # no update
 
     trainer.clip_gradients = take
-    update = policy_update(trainer, GROUPS, GrpoSection(), 0.0)
+    update = policy_update(trainer, GROUPS, GrpoSection(), 0.0, 1.0)
     return taken, update["logprob_gap_max"]
 
 
