@@ -267,7 +267,7 @@ def short(loan: Loan, weeks: int) -> bool:
     return loan.weeks + weeks <= 8
 
 
-loans = Mine("loans_of", "loan")
+loans = Mine(find="loans_of", look="loan")
 
 
 @wish(loans)
@@ -276,7 +276,7 @@ def longer(scene: Scene, loan: Loan) -> Wish:
     return Wish(
         f"prolong {scene.name(loan)} by {weeks} weeks",
         do=[("prolong", loan.loan_id, weeks)],
-        rules=[short(loan, weeks)],
+        rules=[short.of(loan, weeks)],
         facts=[scene.near(loan.weeks, "it is lent for less than {} weeks")],
     )
 

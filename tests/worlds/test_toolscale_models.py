@@ -96,7 +96,7 @@ def draw(rng: Draw) -> Library:
     for name in rng.people(30):
         key = rng.number("R")
         kit.readers[key] = Reader(key, name, rng.random() < 0.7)
-        for title in rng.names(TITLES):
+        for title in rng.of_split(TITLES):
             loan, kind = rng.number("L"), rng.one_of(What)
             weeks, fee = rng.randint(1, 6), rng.randint(10, 80)
             kit.loans[loan] = Loan(loan, key, title, kind, weeks, fee)
@@ -114,7 +114,7 @@ def grown(reader: Reader, loan: Loan) -> bool:
 @rule("Strings with a fee of more than 50 dollars are brought back in person.")
 def cheap(loan: Loan) -> bool:
     return loan.kind != "strings" or loan.fee <= 50""",
-    "wishes": """loans = Mine("loans_of", "loan")
+    "wishes": """loans = Mine(find="loans_of", look="loan")
 
 
 @wish(loans)
@@ -124,7 +124,7 @@ def longer(scene: Scene, loan: Loan) -> Wish:
         f"prolong {scene.name(loan)} by {weeks} weeks",
         do=[("prolong", loan.loan_id, weeks)],
         reads=[("reader_by_name", scene.me.name)],
-        rules=[short(loan, weeks), grown(scene.me, loan)],
+        rules=[short.of(loan, weeks), grown.of(scene.me, loan)],
         facts=[scene.near(loan.fee, "its fee is below ${}")],
         ask="What is the fee then?",
         instead=[back],
@@ -136,7 +136,7 @@ def back(scene: Scene, loan: Loan) -> Wish:
     return Wish(
         f"bring back {scene.name(loan)}",
         do=[("take_back", loan.loan_id)],
-        rules=[cheap(loan)],
+        rules=[cheap.of(loan)],
         facts=[(loan.kind == "wind", "it is a wind instrument")],
         instead=[longer],
     )

@@ -25,7 +25,7 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_text, write_whole
 from nanorchestra.schemas import Json
 from worlds.toolscale.toolkit import Draw, Toolkit
-from worlds.toolscale.wishes import Kind, Rule
+from worlds.toolscale.wishes import Rule, WishKind
 
 HOME = Path(__file__).with_name("domains")
 BUILT_IN = sorted(path.stem for path in HOME.glob("*.py") if path.stem != "__init__")
@@ -80,9 +80,9 @@ class Domain:
         return [each.text for each in vars(self.source).values() if isinstance(each, Rule)]
 
     @cached_property
-    def wishes(self) -> list[Kind]:
+    def wishes(self) -> list[WishKind]:
         """The kinds of wishes."""
-        return [each for each in vars(self.source).values() if isinstance(each, Kind)]
+        return [each for each in vars(self.source).values() if isinstance(each, WishKind)]
 
     def identify(self, person: Any) -> tuple[str, tuple]:
         """Returns what a user says of itself, and the call that finds it."""

@@ -52,7 +52,7 @@ PARTS = {
     "tools, each with type hints and a docstring: ten or more, @read and @write, and the @handover "
     "transfer_to_human_agents; then identify() and draw(). Tools that read find a user, list the "
     "records of a user, and read a record by its key. draw() makes 40 users with three to six "
-    "records each, and draws every key and name by rng.number, rng.names and rng.people",
+    "records each, and draws every key and name by rng.number, rng.of_split and rng.people",
     "rules": "four to eight rules, which no tool enforces. Of the records that draw() makes some "
     "keep each rule, and some break it",
     "wishes": "what users may wish: each Mine and eight or more wishes, of which one only wants to "

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from nanorchestra.schemas import Json
 from worlds.toolscale.domain import CONFIRM, IDENTIFY, LOOK, Domain
 from worlds.toolscale.toolkit import ToolError, key_of
-from worlds.toolscale.wishes import Kind, Scene, UnfitError, Wish
+from worlds.toolscale.wishes import Scene, UnfitError, Wish, WishKind
 
 LEVELS = {1: (1, 0), 2: (2, 1), 3: (2, 2), 4: (3, 3), 5: (4, 4)}  # wishes, and twists
 TWISTS = ("if", "if", "rule", "rule", "all", "mind")
@@ -52,7 +52,7 @@ def draw(domain: Domain, twists: Sequence[str], rng: random.Random, keys: bool =
     raise UnfitError("no wishes can be had")
 
 
-def _with_wish(scene: Scene, twist: str, kinds: Sequence[Kind]) -> Scene:
+def _with_wish(scene: Scene, twist: str, kinds: Sequence[WishKind]) -> Scene:
     """Returns the scene with one wish more. Raises UnfitError."""
     for _ in range(TRIES):
         trial = scene.copy()
@@ -67,7 +67,7 @@ def _with_wish(scene: Scene, twist: str, kinds: Sequence[Kind]) -> Scene:
     raise UnfitError(f"no wish with the twist {twist}")
 
 
-def _add(scene: Scene, twist: str, kind: Kind) -> None:
+def _add(scene: Scene, twist: str, kind: WishKind) -> None:
     """Adds a wish. Raises UnfitError if it cannot be put so."""
     wish, record = scene.draw(kind)
     other = _instead(scene, wish, record)
@@ -114,7 +114,7 @@ def _instead(scene: Scene, wish: Wish, record) -> Wish | None:
     return other if other.allowed else None
 
 
-def _add_all(scene: Scene, kind: Kind) -> None:
+def _add_all(scene: Scene, kind: WishKind) -> None:
     """Adds a wish about all records of the user, which is done for those that the rules allow."""
     records = kind.mine.records(scene)
     _require(len(records) > 1 and not scene.used & {key_of(each) for each in records})

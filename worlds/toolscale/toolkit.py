@@ -153,13 +153,13 @@ class Draw(random.Random):
         self.held_out = split == "held_out"
         self.drawn = set()
 
-    def names(self, names: Sequence[str]) -> list[str]:
+    def of_split(self, names: Sequence[str]) -> list[str]:
         """Returns those of the names that are the split's."""
         return [n for at, n in enumerate(names) if (at % NAMES_HELD_OUT == 0) == self.held_out]
 
     def name(self, names: Sequence[str]) -> str:
         """Returns one of the names."""
-        return self.choice(self.names(names))
+        return self.choice(self.of_split(names))
 
     def one_of(self, choices: Any) -> Any:
         """Returns one of the values of a Literal."""
@@ -183,7 +183,7 @@ class Draw(random.Random):
 
     def people(self, count: int) -> list[str]:
         """Returns so many names of people, all different."""
-        pairs = [f"{a} {b}" for a in self.names(FIRST_NAMES) for b in self.names(LAST_NAMES)]
+        pairs = [f"{a} {b}" for a in self.of_split(FIRST_NAMES) for b in self.of_split(LAST_NAMES)]
         return self.sample(pairs, count)
 
 

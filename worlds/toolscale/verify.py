@@ -19,7 +19,7 @@ from worlds.toolscale.expert import altered, right_turns
 from worlds.toolscale.score import Scorer, attempt
 from worlds.toolscale.toolkit import ToolError
 from worlds.toolscale.user import opening
-from worlds.toolscale.wishes import Kind, Scene, UnfitError
+from worlds.toolscale.wishes import Scene, UnfitError, WishKind
 from worlds.toolscale.words import communicated, mentions
 
 DRAWS = 600  # of wishes, in which each can be had, and each rule is kept and broken
@@ -90,7 +90,7 @@ def vain(domain: Domain) -> list[str]:
             had.add(kind)
     problems = []
     for name, kind in vars(domain.source).items():
-        if isinstance(kind, Kind) and kind not in had:
+        if isinstance(kind, WishKind) and kind not in had:
             problems.append(f"no user can have the wish {name}")
     for text in domain.rules:
         for kept, word in ((True, "keeps"), (False, "breaks")):

@@ -7,7 +7,7 @@ A wish is a function of a scene, and of a record of the user's, that says what t
         return Wish(
             f"give up {scene.name(table)}",
             do=[("give_up_table", table.reservation_id)],
-            rules=[ahead(scene.kit, table)],
+            rules=[ahead.of(scene.kit, table)],
             facts=[scene.near(table.deposit, "the deposit is less than ${}")],
             ask="How much comes back?",
             instead=[terrace, chair],
@@ -39,8 +39,8 @@ class Rule:
     text: str
     kept: Callable[..., bool]
 
-    def __call__(self, *given: Any) -> Fact:
-        """Returns whether it is kept, and its text."""
+    def of(self, *given: Any) -> Fact:
+        """Returns whether these keep it, and its text."""
         return self.kept(*given), self.text
 
 
@@ -49,7 +49,7 @@ def rule(text: str) -> Callable[[Callable[..., bool]], Rule]:
     return lambda predicate: Rule(text, predicate)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mine:
     """The records of the user that a wish may be about.
 
@@ -91,7 +91,7 @@ class Wish:
     facts: Sequence[Fact] = ()
     told: Any = None
     ask: str = ""
-    instead: Sequence["Kind"] = ()
+    instead: Sequence["WishKind"] = ()
 
     @property
     def broken(self) -> list[str]:
@@ -105,7 +105,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Kind:
+class WishKind:
     """A kind of wish. `every` are words for it about all records, `last` ends a talk."""
 
     make: Callable[..., Wish]
@@ -118,7 +118,7 @@ class Kind:
         return self.make(scene, record) if self.mine else self.make(scene)
 
 
-def hand_over(want: str, **matters: str) -> Kind:
+def hand_over(want: str, **matters: str) -> WishKind:
     """Returns a kind of wish to speak with a person, about one of the matters.
 
     Each is a reason of the tool `transfer_to_human_agents`, with the words for it.
@@ -128,22 +128,23 @@ def hand_over(want: str, **matters: str) -> Kind:
         reason = scene.rng.choice(list(matters))
         return Wish(f"{want} {matters[reason]}", do=[("transfer_to_human_agents", reason)])
 
-    return Kind(make, last=True)
+    return WishKind(make, last=True)
 
 
 def wish(mine: Mine | None = None, *, every: str = "", last: bool = False) -> Callable:
     """Returns a decorator that makes a kind of wish of a function; see the top of this file."""
-    return lambda make: Kind(make, mine, every, last)
+    return lambda make: WishKind(make, mine, every, last)
 
 
 @dataclass
 class Scene:
     """What one user has wished so far, on a database `kit` of its own, which was `start` before.
 
-    With `keys` the user knows the key of every record. `calls` are the golden calls, `told` is what
-    must be told, `said` what the user says. `offered` are tools that the wishes speak of, `rules`
-    their rules, `writes` the most writes of one; `looks` are the golden look-ups, `used` keys of
-    records that a wish is about.
+    `key` is the key of the user's record in the first table, and `me` is that record. With `keys`
+    the user knows the key of every record. `calls` are the golden calls, `told` is what must be
+    told, `said` what the user says. `offered` are tools that the wishes speak of, `rules` their
+    rules, `writes` the most writes of one; `looks` are the golden look-ups, `used` keys of records
+    that a wish is about.
     """
 
     start: Toolkit
@@ -179,7 +180,7 @@ class Scene:
             raise UnfitError("nothing to choose from")
         return self.rng.choice(values)
 
-    def pick(self, records: Sequence[Any]) -> Any:
+    def choose_unused(self, records: Sequence[Any]) -> Any:
         """Returns a record that no other wish is about. Raises UnfitError if there is none."""
         record = self.choose([each for each in records if key_of(each) not in self.used])
         self.used.add(key_of(record))
@@ -196,13 +197,14 @@ class Scene:
 
     # --- for the planner
 
-    def draw(self, kind: Kind) -> tuple[Wish, Any]:
+    def draw(self, kind: WishKind) -> tuple[Wish, Any]:
         """Returns a wish of the kind and the record that it is about, with words for it."""
         if kind.mine is None:
-            self.choose([] if kind.make.__name__ in self.used else [kind])
+            if kind.make.__name__ in self.used:
+                raise UnfitError("it was wished already")
             self.used.add(kind.make.__name__)
             return kind(self, None), None
-        record = self.pick(kind.mine.records(self))
+        record = self.choose_unused(kind.mine.records(self))
         by_key, *words = record.names()
         taken = set()  # words for others, before or after what has been wished
         for kit in (self.start, self.kit):

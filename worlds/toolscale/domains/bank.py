@@ -172,7 +172,8 @@ class Bank(Toolkit):
         self.require(source != target, "This is one account.")
         self.require(0 < amount <= source.balance, f"Only {source.balance} is there.")
         self.change(self.accounts, target, balance=target.balance + amount)
-        return self.change(self.accounts, source, balance=source.balance - amount).balance
+        source = self.change(self.accounts, source, balance=source.balance - amount)
+        return source.balance
 
     @write
     def waive_fee(self, account_id: str, what: FeeKind) -> int:
@@ -191,7 +192,8 @@ class Bank(Toolkit):
         """Opens a dispute about a payment that is booked; returns its amount."""
         payment = self.payments[payment_id]
         self.require(payment.status == "booked", f"It is {payment.status}.")
-        return self.change(self.payments, payment, status="disputed", reason=reason).amount
+        self.change(self.payments, payment, status="disputed", reason=reason)
+        return payment.amount
 
     @write
     def freeze_card(self, card_id: str) -> str:
@@ -211,25 +213,29 @@ class Bank(Toolkit):
     def set_card_limit(self, card_id: str, limit: int) -> int:
         """Sets the monthly limit of a card, $100 at least."""
         self.require(limit >= 100, "The limit is $100 at least.")
-        return self.change(self.cards, self.cards[card_id], limit=limit).limit
+        self.change(self.cards, self.cards[card_id], limit=limit)
+        return limit
 
     @write
     def set_abroad(self, card_id: str, abroad: Switch) -> Switch:
         """Turns payments abroad of an active card on or off."""
         card = self.active(card_id)
         self.require(card.abroad != abroad, f"It is {abroad}.")
-        return self.change(self.cards, card, abroad=abroad).abroad
+        self.change(self.cards, card, abroad=abroad)
+        return abroad
 
     @write
     def end_order(self, order_id: str) -> str:
         """Ends a standing order."""
-        return f"The order to {self.orders.pop(order_id).to} is ended."
+        ended = self.orders.pop(order_id)
+        return f"The order to {ended.to} is ended."
 
     @write
     def set_order_amount(self, order_id: str, amount: int) -> int:
         """Sets the amount of a standing order."""
         self.require(amount > 0, "The amount must be above 0.")
-        return self.change(self.orders, self.orders[order_id], amount=amount).amount
+        self.change(self.orders, self.orders[order_id], amount=amount)
+        return amount
 
     @handover
     def transfer_to_human_agents(self, reason: Literal["mortgage", "inheritance", "fraud"]) -> str:
@@ -246,12 +252,12 @@ def in_time(kit: Bank, payment: Payment) -> bool:
 
 
 @rule("Payments below $15 are not disputed.")
-def floor(payment: Payment) -> bool:
+def large_enough(payment: Payment) -> bool:
     return payment.amount >= 15
 
 
 @rule("One fee a year is given back to a client.")
-def once(client: Client) -> bool:
+def first_this_year(client: Client) -> bool:
     return client.fees_waived_this_year == 0
 
 
@@ -261,7 +267,7 @@ def not_late(fee: Fee) -> bool:
 
 
 @rule("No more than $800 is moved in a chat, except for private clients.")
-def most(client: Client, amount: int) -> bool:
+def within_limit(client: Client, amount: int) -> bool:
     return amount <= 800 or client.private
 
 
@@ -276,7 +282,7 @@ def own_frost(card: Card) -> bool:
 
 
 @rule("The limit of a card is at most doubled.")
-def doubled(card: Card, limit: int) -> bool:
+def at_most_doubled(card: Card, limit: int) -> bool:
     return limit <= 2 * card.limit
 
 
@@ -287,14 +293,18 @@ def unbound(kit: Bank, order: StandingOrder) -> bool:
 
 # What clients want.
 
-accounts = Mine("client_accounts", "account")
-charged = Mine("client_accounts", "account", lambda a: any(not fee.waived for fee in a.fees))
-cards = Mine("client_cards", "card")
-active = Mine("client_cards", "card", lambda card: card.active)
-frozen = Mine("client_cards", "card", lambda card: not card.active)
-booked = Mine("client_payments", "payment", lambda payment: payment.status == "booked")
-payments = Mine("client_payments", "payment")
-orders = Mine("client_orders", "standing_order")
+accounts = Mine(find="client_accounts", look="account")
+charged = Mine(
+    find="client_accounts", look="account", where=lambda a: any(not fee.waived for fee in a.fees)
+)
+cards = Mine(find="client_cards", look="card")
+active = Mine(find="client_cards", look="card", where=lambda card: card.active)
+frozen = Mine(find="client_cards", look="card", where=lambda card: not card.active)
+booked = Mine(
+    find="client_payments", look="payment", where=lambda payment: payment.status == "booked"
+)
+payments = Mine(find="client_payments", look="payment")
+orders = Mine(find="client_orders", look="standing_order")
 
 
 @wish(accounts)
@@ -307,7 +317,7 @@ def move(scene: Scene, account: BankAccount) -> Wish:
         do=[("transfer", account.account_id, target.account_id, amount)],
         reads=[("client_profile", scene.key)],
         can=account.balance >= amount,
-        rules=[most(scene.me, amount), no_deposit(account)],
+        rules=[within_limit.of(scene.me, amount), no_deposit.of(account)],
         facts=[
             scene.near(account.balance, "less than ${} is there now"),
             (account.interest_percent == 0, "there is no interest on it"),
@@ -324,7 +334,7 @@ def waive(scene: Scene, account: BankAccount) -> Wish:
         f"get the {fee.what} on {scene.name(account)} back",
         do=[("waive_fee", account.account_id, fee.what)],
         reads=[("client_profile", scene.key)],
-        rules=[once(scene.me), not_late(fee)],
+        rules=[first_this_year.of(scene.me), not_late.of(fee)],
         facts=[
             scene.near(fee.amount, "it was less than ${}"),
             (account.interest_percent > 0, "there is interest on that account"),
@@ -345,7 +355,7 @@ def dispute(scene: Scene, payment: Payment) -> Wish:
     return Wish(
         f'dispute {scene.name(payment)} as "{reason}", because {because[reason]}',
         do=[("dispute_payment", payment.payment_id, reason)],
-        rules=[in_time(scene.kit, payment), floor(payment)],
+        rules=[in_time.of(scene.kit, payment), large_enough.of(payment)],
         facts=[
             (payment.abroad, "it was made abroad"),
             scene.near(payment.amount, "it was less than ${}"),
@@ -372,7 +382,7 @@ def unfreeze(scene: Scene, card: Card) -> Wish:
     return Wish(
         f"have {scene.name(card)} work again",
         do=[("unfreeze_card", card.card_id)],
-        rules=[own_frost(card)],
+        rules=[own_frost.of(card)],
         facts=[scene.near(card.limit, "its limit is below ${}")],
         instead=[limit],
     )
@@ -384,7 +394,7 @@ def limit(scene: Scene, card: Card) -> Wish:
     return Wish(
         f"have the limit of {scene.name(card)} set to ${wanted}",
         do=[("set_card_limit", card.card_id, wanted)],
-        rules=[doubled(card, wanted)],
+        rules=[at_most_doubled.of(card, wanted)],
         facts=[
             (card.active, "the card is active"),
             scene.near(card.limit, "it is below ${} now"),
@@ -409,7 +419,7 @@ def end(scene: Scene, order: StandingOrder) -> Wish:
     return Wish(
         f"end {scene.name(order)}",
         do=[("end_order", order.order_id)],
-        rules=[unbound(scene.kit, order)],
+        rules=[unbound.of(scene.kit, order)],
         facts=[
             scene.near(order.amount, "it is less than ${}"),
             (order.paused, "it is paused"),
@@ -425,7 +435,7 @@ def lower(scene: Scene, order: StandingOrder) -> Wish:
     return Wish(
         f"have {scene.name(order)} lowered to ${amount}",
         do=[("set_order_amount", order.order_id, amount)],
-        rules=[unbound(scene.kit, order)],
+        rules=[unbound.of(scene.kit, order)],
         facts=[(not order.paused, "it is not paused")],
         instead=[end, raise_order],
     )
@@ -485,42 +495,79 @@ def draw(rng: Draw) -> Bank:
     """Draws the clients with their accounts, cards, payments and standing orders."""
     kit = Bank(rng.today(), {}, {}, {}, {}, {})
     for name in rng.people(45):
-        key, born = rng.number("", 8), rng.day(kit.today, -24000, -7500)
-        waived = rng.choice((0, 0, 1))
-        kit.clients[key] = Client(key, name, born, rng.random() < 0.3, waived)
+        key = rng.number("", 8)
+        kit.clients[key] = Client(
+            key,
+            name,
+            birth_date=rng.day(kit.today, -24000, -7500),
+            fees_waived_this_year=rng.choice((0, 0, 1)),
+            private=rng.random() < 0.3,
+        )
         for kind in rng.sample(get_args(Account), rng.randint(2, 3)):
-            kit.accounts.update(_account(rng, key, kind))
+            account = _account(rng, key, kind)
+            kit.accounts[account.account_id] = account
         for _ in range(rng.randint(2, 4)):
-            kit.cards.update(_card(rng, key))
-        for merchant in rng.sample(rng.names(MERCHANTS), 5):
-            kit.payments.update(_payment(rng, kit.today, key, merchant))
-        for to in rng.sample(rng.names(PAYEES), 3):
-            order, paused = rng.number("SO", 6), rng.random() < 0.3
-            amount, every = rng.randrange(15, 400, 5), rng.one_of(Period)
-            ends = rng.day(kit.today, -120, 120)
-            kit.orders[order] = StandingOrder(order, key, to, amount, every, paused, ends)
+            card = _card(rng, key)
+            kit.cards[card.card_id] = card
+        for merchant in rng.sample(rng.of_split(MERCHANTS), 5):
+            payment = _payment(rng, kit.today, key, merchant)
+            kit.payments[payment.payment_id] = payment
+        for to in rng.sample(rng.of_split(PAYEES), 3):
+            order = _order(rng, kit.today, key, to)
+            kit.orders[order.order_id] = order
     return kit
 
 
-def _account(rng, client_id, kind) -> dict[str, BankAccount]:
+def _account(rng, client_id, kind) -> BankAccount:
     key = rng.number("DE", 7)
     fees = []
     for what in rng.sample(get_args(FeeKind), rng.randint(1, 3)):
         fees.append(Fee(what, rng.randint(3, 30), rng.random() < 0.2))
-    balance, interest = rng.randint(40, 6000), rng.randint(0, 3)
-    return {key: BankAccount(key, client_id, kind, balance, interest, tuple(fees))}
+    return BankAccount(
+        key,
+        client_id,
+        kind,
+        balance=rng.randint(40, 6000),
+        interest_percent=rng.randint(0, 3),
+        fees=tuple(fees),
+    )
 
 
-def _card(rng, client_id) -> dict[str, Card]:
-    key, kind = rng.number("CD", 6), rng.one_of(CardKind)
-    is_active = rng.random() < 0.65
-    frozen_by = "nobody" if is_active else rng.choice(("client", "bank"))
-    most, switch = rng.randrange(200, 3000, 100), rng.one_of(Switch)
-    return {key: Card(key, client_id, kind, rng.number("", 4), is_active, frozen_by, most, switch)}
+def _card(rng, client_id) -> Card:
+    key, kind, is_active = rng.number("CD", 6), rng.one_of(CardKind), rng.random() < 0.65
+    return Card(
+        key,
+        client_id,
+        kind,
+        active=is_active,
+        frozen_by="nobody" if is_active else rng.choice(("client", "bank")),
+        limit=rng.randrange(200, 3000, 100),
+        abroad=rng.one_of(Switch),
+        ends_in=rng.number("", 4),
+    )
 
 
-def _payment(rng, today, client_id, merchant) -> dict[str, Payment]:
-    key, day, amount = rng.number("TX", 7), rng.day(today, -90, -1), rng.randint(4, 120)
-    status = rng.choice(("booked", "booked", "booked", "pending", "disputed"))
-    is_abroad, city = rng.random() < 0.4, rng.name(CITIES)
-    return {key: Payment(key, client_id, merchant, day, amount, status, is_abroad, city, reason="")}
+def _payment(rng, today, client_id, merchant) -> Payment:
+    return Payment(
+        rng.number("TX", 7),
+        client_id,
+        merchant,
+        on=rng.day(today, -90, -1),
+        amount=rng.randint(4, 120),
+        status=rng.choice(("booked", "booked", "booked", "pending", "disputed")),
+        abroad=rng.random() < 0.4,
+        place=rng.name(CITIES),
+        reason="",
+    )
+
+
+def _order(rng, today, client_id, to) -> StandingOrder:
+    return StandingOrder(
+        rng.number("SO", 6),
+        client_id,
+        to,
+        paused=rng.random() < 0.3,
+        amount=rng.randrange(15, 400, 5),
+        every=rng.one_of(Period),
+        contract_ends=rng.day(today, -120, 120),
+    )

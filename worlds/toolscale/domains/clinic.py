@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from worlds.toolscale.toolkit import Draw, Toolkit, handover, read, spoken, write
 from worlds.toolscale.wishes import Mine, Scene, Wish, hand_over, rule, wish
 
-By = Literal["letter", "mail"]
+By = Literal["letter", "email"]
 Field = Literal["general", "cardiology", "dermatology"]
 Insurance = Literal["public", "private"]
 Pharmacy = Literal["Green Cross", "Old Town", "Riverside"]
@@ -58,7 +58,7 @@ class Appointment:
     purpose: Purpose
     minutes: int
     moved: bool
-    notes_sent: Literal["no", "letter", "mail"]
+    notes_sent: Literal["no", "letter", "email"]
 
     def names(self) -> list[str]:
         return [
@@ -118,9 +118,9 @@ class Clinic(Toolkit):
         return self.patients[patient_id]
 
     @read
-    def visits(self, patient_id: str) -> list[Appointment]:
+    def appointments_of(self, patient_id: str) -> list[Appointment]:
         """Lists the appointments of a patient, past and to come."""
-        return [v for v in self.appointments.values() if v.patient_id == patient_id]
+        return [each for each in self.appointments.values() if each.patient_id == patient_id]
 
     @read
     def appointment(self, appointment_id: str) -> Appointment:
@@ -149,7 +149,7 @@ class Clinic(Toolkit):
         return self.prescriptions[prescription_id]
 
     @write
-    def book(self, patient_id: str, doctor_id: str, slot_id: str) -> str:
+    def book_appointment(self, patient_id: str, doctor_id: str, slot_id: str) -> str:
         """Books a free slot of a doctor for a patient; returns the appointment's number."""
         patient, doctor = self.patients[patient_id], self.doctors[doctor_id]
         slot, key = self.take(doctor_id, slot_id), self.new_key("V", patient_id, slot_id)
@@ -157,11 +157,11 @@ class Clinic(Toolkit):
             key,
             patient.patient_id,
             doctor_id,
-            doctor.name,
-            "booked",
-            slot.date,
-            slot.time,
-            "consultation",
+            doctor=doctor.name,
+            status="booked",
+            date=slot.date,
+            time=slot.time,
+            purpose="consultation",
             minutes=15,
             moved=False,
             notes_sent="no",
@@ -169,44 +169,49 @@ class Clinic(Toolkit):
         return key
 
     @write
-    def move(self, appointment_id: str, slot_id: str) -> str:
-        """Moves a booked appointment to another slot of its doctor; returns the new time."""
+    def move_appointment(self, appointment_id: str, slot_id: str) -> str:
+        """Moves a booked appointment to another slot of its doctor; returns the new time.
+
+        The old slot stays taken.
+        """
         visit = self.booked(appointment_id)
         slot = self.take(visit.doctor_id, slot_id)
-        changed = {"date": slot.date, "time": slot.time, "moved": True}
-        return self.change(self.appointments, visit, **changed).time
+        self.change(self.appointments, visit, date=slot.date, time=slot.time, moved=True)
+        return slot.time
 
     @write
-    def cancel(self, appointment_id: str) -> str:
-        """Cancels a booked appointment."""
-        return self.change(
-            self.appointments, self.booked(appointment_id), status="cancelled"
-        ).status
+    def cancel_appointment(self, appointment_id: str) -> str:
+        """Cancels a booked appointment. Its slot stays taken."""
+        self.change(self.appointments, self.booked(appointment_id), status="cancelled")
+        return "cancelled"
 
     @write
     def send_notes(self, appointment_id: str, by: By) -> By:
         """Sends the notes of a visit that was kept to the patient."""
         visit = self.appointments[appointment_id]
         self.require(visit.status == "kept", "There are no notes.")
-        return self.change(self.appointments, visit, notes_sent=by).notes_sent
+        self.change(self.appointments, visit, notes_sent=by)
+        return by
 
     @write
-    def refill(self, prescription_id: str) -> int:
+    def refill_prescription(self, prescription_id: str) -> int:
         """Renews a prescription that has refills; returns how many are left."""
         old = self.prescriptions[prescription_id]
         self.require(old.refills_left > 0, "No refill is left.")
-        left = old.refills_left - 1
-        return self.change(self.prescriptions, old, refills_left=left).refills_left
+        new = self.change(self.prescriptions, old, refills_left=old.refills_left - 1)
+        return new.refills_left
 
     @write
     def stop_prescription(self, prescription_id: str) -> str:
         """Ends a prescription."""
-        return f"{self.prescriptions.pop(prescription_id).drug} is ended."
+        ended = self.prescriptions.pop(prescription_id)
+        return f"{ended.drug} is ended."
 
     @write
     def set_pharmacy(self, patient_id: str, pharmacy: Pharmacy) -> Pharmacy:
         """Sets the pharmacy of a patient."""
-        return self.change(self.patients, self.patients[patient_id], pharmacy=pharmacy).pharmacy
+        self.change(self.patients, self.patients[patient_id], pharmacy=pharmacy)
+        return pharmacy
 
     @handover
     def transfer_to_human_agents(self, reason: Literal["pain", "results", "insurance"]) -> str:
@@ -223,7 +228,7 @@ def ahead(kit: Clinic, visit: Appointment) -> bool:
 
 
 @rule("An appointment is moved once only.")
-def once(visit: Appointment) -> bool:
+def not_yet_moved(visit: Appointment) -> bool:
     return not visit.moved
 
 
@@ -233,7 +238,7 @@ def uncontrolled(drug: Prescription) -> bool:
 
 
 @rule("A prescription is renewed only if it runs out within seven days.")
-def soon(kit: Clinic, drug: Prescription) -> bool:
+def runs_out_soon(kit: Clinic, drug: Prescription) -> bool:
     return drug.lasts_until <= kit.today + timedelta(7)
 
 
@@ -243,58 +248,62 @@ def referred(patient: Patient, doctor: Doctor) -> bool:
 
 
 @rule("A patient with three missed visits cannot book here.")
-def trusted(patient: Patient) -> bool:
+def misses_few_visits(patient: Patient) -> bool:
     return patient.missed_visits < 3
 
 
 @rule("Notes are sent only in the way that the patient's card names as contact.")
-def private(patient: Patient, by: By) -> bool:
+def way_on_card(patient: Patient, by: By) -> bool:
     return by == patient.contact_by
 
 
 # What patients want.
 
-visits = Mine("visits", "appointment", lambda visit: visit.status == "booked")
-kept = Mine("visits", "appointment", lambda visit: visit.status == "kept")
-drugs = Mine("prescriptions_of", "prescription")
-renewable = Mine("prescriptions_of", "prescription", lambda drug: drug.refills_left > 0)
+coming = Mine(
+    find="appointments_of", look="appointment", where=lambda visit: visit.status == "booked"
+)
+kept = Mine(find="appointments_of", look="appointment", where=lambda visit: visit.status == "kept")
+drugs = Mine(find="prescriptions_of", look="prescription")
+renewable = Mine(
+    find="prescriptions_of", look="prescription", where=lambda drug: drug.refills_left > 0
+)
 
 
 @wish()
 def book(scene: Scene) -> Wish:
-    doctor = scene.pick(list(scene.kit.doctors.values()))
+    doctor = scene.choose_unused(list(scene.kit.doctors.values()))
     slot = scene.choose(doctor.slots)
     return Wish(
         f"book an appointment with {doctor.name} on {spoken(slot.date)} at {slot.time}",
-        do=[("book", scene.key, doctor.doctor_id, slot.slot_id)],
+        do=[("book_appointment", scene.key, doctor.doctor_id, slot.slot_id)],
         reads=[("patient_card", scene.key), ("doctor_by_name", doctor.name)],
         can=slot.free,
-        rules=[referred(scene.me, doctor), trusted(scene.me)],
+        rules=[referred.of(scene.me, doctor), misses_few_visits.of(scene.me)],
         facts=[(slot.free, "this time is free"), scene.near(doctor.fee, "the fee is below ${}")],
     )
 
 
-@wish(visits)
+@wish(coming)
 def move(scene: Scene, visit: Appointment) -> Wish:
     doctor = scene.kit.doctors[visit.doctor_id]
     slot = scene.choose(doctor.slots)
     return Wish(
         f"have {scene.name(visit)} moved to {spoken(slot.date)} at {slot.time}",
-        do=[("move", visit.appointment_id, slot.slot_id)],
+        do=[("move_appointment", visit.appointment_id, slot.slot_id)],
         reads=[("doctor_by_name", visit.doctor)],
         can=slot.free,
-        rules=[ahead(scene.kit, visit), once(visit)],
+        rules=[ahead.of(scene.kit, visit), not_yet_moved.of(visit)],
         facts=[(slot.free, "this time is free"), (visit.minutes > 20, "it takes over 20 minutes")],
         instead=[cancel],
     )
 
 
-@wish(visits, every="cancel all your booked appointments")
+@wish(coming, every="cancel all your booked appointments")
 def cancel(scene: Scene, visit: Appointment) -> Wish:
     return Wish(
         f"cancel {scene.name(visit)}",
-        do=[("cancel", visit.appointment_id)],
-        rules=[ahead(scene.kit, visit)],
+        do=[("cancel_appointment", visit.appointment_id)],
+        rules=[ahead.of(scene.kit, visit)],
         facts=[
             (visit.purpose == "check-up", "it is a check-up"),
             scene.near(visit.minutes, "it takes less than {} minutes"),
@@ -310,7 +319,7 @@ def notes(scene: Scene, visit: Appointment) -> Wish:
         f"have the notes of {scene.name(visit)} sent by {by}",
         do=[("send_notes", visit.appointment_id, by)],
         reads=[("patient_card", scene.key)],
-        rules=[private(scene.me, by)],
+        rules=[way_on_card.of(scene.me, by)],
         facts=[(visit.purpose == "follow-up", "it was a follow-up")],
     )
 
@@ -319,8 +328,8 @@ def notes(scene: Scene, visit: Appointment) -> Wish:
 def refill(scene: Scene, drug: Prescription) -> Wish:
     return Wish(
         f"have {scene.name(drug)} renewed",
-        do=[("refill", drug.prescription_id)],
-        rules=[uncontrolled(drug), soon(scene.kit, drug)],
+        do=[("refill_prescription", drug.prescription_id)],
+        rules=[uncontrolled.of(drug), runs_out_soon.of(scene.kit, drug)],
         facts=[
             (drug.refills_left > 2, "more than 2 refills are left"),
             scene.near(drug.mg, "its dose is below {} mg"),
@@ -360,14 +369,14 @@ def cost(scene: Scene, drug: Prescription) -> Wish:
     return Wish(f"know what you have paid for {scene.name(drug)} so far", told=drug.paid)
 
 
-@wish(visits)
+@wish(coming)
 def minutes(scene: Scene, visit: Appointment) -> Wish:
     return Wish(f"know how many minutes {scene.name(visit)} takes", told=visit.minutes)
 
 
 @wish()
 def room(scene: Scene) -> Wish:
-    doctor = scene.pick(list(scene.kit.doctors.values()))
+    doctor = scene.choose_unused(list(scene.kit.doctors.values()))
     reads = [("doctor_by_name", doctor.name)]
     return Wish(f"know in which room {doctor.name} is", reads=reads, told=doctor.room)
 
@@ -399,26 +408,33 @@ def draw(rng: Draw) -> Clinic:
     """Draws the patients, the doctors with their slots, the appointments and prescriptions."""
     kit, people = Clinic(rng.today(), {}, {}, {}, {}), rng.people(57)
     for name in people[45:]:
-        key, field = rng.number("D", 4), rng.one_of(Field)
-        room, fee = rng.number("R", 3), rng.randrange(20, 150, 5)
-        slots = tuple(_slot(rng, kit.today) for _ in range(4))
-        kit.doctors[key] = Doctor(key, f"Dr. {name}", field, room, fee, slots)
+        key = rng.number("D", 4)
+        kit.doctors[key] = Doctor(
+            key,
+            f"Dr. {name}",
+            field=rng.one_of(Field),
+            room=rng.number("R", 3),
+            fee=rng.randrange(20, 150, 5),
+            slots=tuple(_slot(rng, kit.today) for _ in range(4)),
+        )
     for name in people[:45]:
         key, by = rng.number("P", 6), rng.one_of(By)
         kit.patients[key] = Patient(
             key,
             name,
-            rng.randint(1940, 2006),
-            rng.one_of(Insurance),
-            rng.one_of(Referral),
+            born=rng.randint(1940, 2006),
+            insurance=rng.one_of(Insurance),
+            referral=rng.one_of(Referral),
             missed_visits=rng.choice((0, 1, 2, 3)),
             contact_by=by,
             pharmacy=rng.one_of(Pharmacy),
         )
         for _ in range(rng.randint(3, 5)):
-            kit.appointments.update(_appointment(rng, kit, key))
-        for drug in rng.sample(rng.names(DRUGS), rng.randint(2, 4)):
-            kit.prescriptions.update(_prescription(rng, kit.today, key, drug))
+            visit = _appointment(rng, kit, key)
+            kit.appointments[visit.appointment_id] = visit
+        for name in rng.sample(rng.of_split(DRUGS), rng.randint(2, 4)):
+            drug = _prescription(rng, kit.today, key, name)
+            kit.prescriptions[drug.prescription_id] = drug
     return kit
 
 
@@ -427,31 +443,34 @@ def _slot(rng, today) -> Slot:
     return Slot(rng.number("S"), day, time, rng.random() < 0.65)
 
 
-def _appointment(rng, kit, patient_id) -> dict[str, Appointment]:
+def _appointment(rng, kit, patient_id) -> Appointment:
     key, doctor = rng.number("V", 6), rng.choice(list(kit.doctors.values()))
     status = rng.choice(("booked", "booked", "booked", "kept", "kept", "cancelled"))
     day = rng.day(kit.today, 0, 14) if status == "booked" else rng.day(kit.today, -60, -1)
-    return {
-        key: Appointment(
-            key,
-            patient_id,
-            doctor.doctor_id,
-            doctor.name,
-            status,
-            day,
-            rng.one_of(Time),
-            rng.one_of(Purpose),
-            minutes=rng.randrange(10, 60, 5),
-            moved=rng.random() < 0.3,
-            notes_sent="no",
-        )
-    }
+    return Appointment(
+        key,
+        patient_id,
+        doctor.doctor_id,
+        doctor=doctor.name,
+        status=status,
+        date=day,
+        time=rng.one_of(Time),
+        purpose=rng.one_of(Purpose),
+        minutes=rng.randrange(10, 60, 5),
+        moved=rng.random() < 0.3,
+        notes_sent="no",
+    )
 
 
-def _prescription(rng, today, patient_id, drug) -> dict[str, Prescription]:
-    key, until, paid = rng.number("RX", 6), rng.day(today, -5, 20), rng.randint(4, 90)
-    refills, mg, times = rng.randint(0, 4), rng.randrange(5, 500, 5), rng.randint(1, 3)
-    is_controlled = drug in CONTROLLED
-    return {
-        key: Prescription(key, patient_id, drug, is_controlled, refills, until, mg, times, paid)
-    }
+def _prescription(rng, today, patient_id, drug) -> Prescription:
+    return Prescription(
+        rng.number("RX", 6),
+        patient_id,
+        drug,
+        controlled=drug in CONTROLLED,
+        lasts_until=rng.day(today, -5, 20),
+        paid=rng.randint(4, 90),
+        refills_left=rng.randint(0, 4),
+        mg=rng.randrange(5, 500, 5),
+        times_a_day=rng.randint(1, 3),
+    )

@@ -145,21 +145,23 @@ class Shop(Toolkit):
     @write
     def cancel_order(self, order_id: str) -> int:
         """Cancels a pending order; returns the refund."""
-        return self.change(
-            self.orders, self.of_status(order_id, "pending"), status="cancelled"
-        ).total
+        order = self.of_status(order_id, "pending")
+        self.change(self.orders, order, status="cancelled")
+        return order.total
 
     @write
     def change_shipping(self, order_id: str, method: Method) -> Method:
         """Sets how a pending order is sent."""
         order = self.of_status(order_id, "pending")
         self.require(order.shipping != method, f"It is sent by {method}.")
-        return self.change(self.orders, order, shipping=method).shipping
+        self.change(self.orders, order, shipping=method)
+        return method
 
     @write
     def change_city(self, order_id: str, city: str) -> str:
         """Sends a pending order to another city."""
-        return self.change(self.orders, self.of_status(order_id, "pending"), city=city).city
+        self.change(self.orders, self.of_status(order_id, "pending"), city=city)
+        return city
 
     @write
     def remove_line(self, order_id: str, product_id: str) -> int:
@@ -168,14 +170,16 @@ class Shop(Toolkit):
         line = self.line(order, product_id)
         self.require(len(order.lines) > 1, "Nothing would be left; cancel the order.")
         lines = tuple(each for each in order.lines if each is not line)
-        return self.change(self.orders, order, lines=lines).total
+        order = self.change(self.orders, order, lines=lines)
+        return order.total
 
     @write
     def set_quantity(self, order_id: str, product_id: str, quantity: int) -> int:
         """Sets how many pieces of a product a pending order has; returns the total."""
         order = self.of_status(order_id, "pending")
         self.require(quantity > 0, "There must be at least one piece.")
-        return self.change_line(order, self.line(order, product_id), quantity=quantity).total
+        order = self.change_line(order, self.line(order, product_id), quantity=quantity)
+        return order.total
 
     @write
     def return_product(self, order_id: str, product_id: str, method_id: str) -> int:
@@ -208,7 +212,8 @@ class Shop(Toolkit):
     @write
     def set_email(self, customer_id: str, email: str) -> str:
         """Sets the email address of a customer."""
-        return self.change(self.customers, self.customers[customer_id], email=email).email
+        self.change(self.customers, self.customers[customer_id], email=email)
+        return email
 
     @handover
     def transfer_to_human_agents(self, reason: Literal["damage", "bulk", "complaint"]) -> str:
@@ -225,7 +230,7 @@ def unpacked(kit: Shop, order: PurchaseOrder) -> bool:
 
 
 @rule("A product is returned or exchanged within 21 days of its delivery.")
-def window(kit: Shop, order: PurchaseOrder) -> bool:
+def delivered_lately(kit: Shop, order: PurchaseOrder) -> bool:
     return order.delivered_on is not None and order.delivered_on >= kit.today - timedelta(21)
 
 
@@ -240,7 +245,7 @@ def same_method(order: PurchaseOrder, method: PaymentMethod) -> bool:
 
 
 @rule("A customer gets at most 4 pieces of a product in an order, except for members with plus.")
-def most(customer: Customer, quantity: int) -> bool:
+def few_pieces(customer: Customer, quantity: int) -> bool:
     return quantity <= 4 or customer.plus
 
 
@@ -250,17 +255,23 @@ def members(customer: Customer) -> bool:
 
 
 @rule("The shipping fee is paid back only if the delivery took more than 6 days.")
-def slow(order: PurchaseOrder) -> bool:
+def delivered_late(order: PurchaseOrder) -> bool:
     return order.delivered_on is not None and order.delivered_on > order.placed_on + timedelta(6)
 
 
 # What customers want.
 
-pending = Mine("orders_of", "order", lambda order: order.status == "pending")
-long = Mine("orders_of", "order", lambda o: o.status == "pending" and len(o.lines) > 1)
-standard = Mine("orders_of", "order", lambda o: o.status == "pending" and o.shipping == "standard")
-delivered = Mine("orders_of", "order", lambda order: order.status == "delivered")
-orders = Mine("orders_of", "order")
+pending = Mine(find="orders_of", look="order", where=lambda order: order.status == "pending")
+long = Mine(
+    find="orders_of", look="order", where=lambda o: o.status == "pending" and len(o.lines) > 1
+)
+standard = Mine(
+    find="orders_of",
+    look="order",
+    where=lambda o: o.status == "pending" and o.shipping == "standard",
+)
+delivered = Mine(find="orders_of", look="order", where=lambda order: order.status == "delivered")
+orders = Mine(find="orders_of", look="order")
 
 
 @wish(pending, every="cancel all your pending orders")
@@ -268,7 +279,7 @@ def cancel(scene: Scene, order: PurchaseOrder) -> Wish:
     return Wish(
         f"cancel {scene.name(order)}",
         do=[("cancel_order", order.order_id)],
-        rules=[unpacked(scene.kit, order)],
+        rules=[unpacked.of(scene.kit, order)],
         facts=[
             scene.near(order.total, "it comes to less than ${}"),
             (order.shipping == "standard", "it is sent by standard shipping"),
@@ -284,7 +295,7 @@ def express(scene: Scene, order: PurchaseOrder) -> Wish:
         f"have {scene.name(order)} sent by express",
         do=[("change_shipping", order.order_id, "express")],
         reads=[("customer", scene.key)],
-        rules=[members(scene.me)],
+        rules=[members.of(scene.me)],
         facts=[scene.near(order.total, "it comes to less than ${}")],
         instead=[cancel, city],
     )
@@ -321,7 +332,7 @@ def quantity(scene: Scene, order: PurchaseOrder) -> Wish:
         f"have {wanted} pieces of {line.words} in {scene.name(order)}",
         do=[("set_quantity", order.order_id, line.product_id, wanted)],
         reads=[("customer", scene.key)],
-        rules=[most(scene.me, wanted)],
+        rules=[few_pieces.of(scene.me, wanted)],
         facts=[scene.near(line.price, "one piece costs less than ${}")],
         ask="What is the total then?",
         instead=[cancel],
@@ -336,9 +347,9 @@ def give_back(scene: Scene, order: PurchaseOrder) -> Wish:
         do=[("return_product", order.order_id, line.product_id, method.method_id)],
         reads=[("customer", scene.key), ("variants", line.name)],
         rules=[
-            window(scene.kit, order),
-            no_sale(scene.kit, line),
-            same_method(order, method),
+            delivered_lately.of(scene.kit, order),
+            no_sale.of(scene.kit, line),
+            same_method.of(order, method),
         ],
         facts=[scene.near(line.amount, "it came to less than ${}")],
         ask="How much is the refund?",
@@ -356,7 +367,7 @@ def colour(scene: Scene, order: PurchaseOrder) -> Wish:
         do=[("exchange_product", order.order_id, line.product_id, new.product_id)],
         reads=[("variants", line.name)],
         can=new.stock > 0,
-        rules=[window(scene.kit, order), no_sale(scene.kit, line)],
+        rules=[delivered_lately.of(scene.kit, order), no_sale.of(scene.kit, line)],
         facts=[
             (new.stock > 0, "it is in stock"),
             scene.near(new.price, "the new one costs less than ${}"),
@@ -373,7 +384,7 @@ def fee(scene: Scene, order: PurchaseOrder) -> Wish:
         f"get the shipping fee of {scene.name(order)} back",
         do=[("refund_shipping", order.order_id)],
         can=not order.shipping_refunded,
-        rules=[slow(order)],
+        rules=[delivered_late.of(order)],
         facts=[(order.shipping == "express", "it was sent by express")],
     )
 
@@ -388,7 +399,7 @@ def email(scene: Scene) -> Wish:
 
 @wish()
 def warranty(scene: Scene) -> Wish:
-    product = scene.pick(list(scene.kit.products.values()))
+    product = scene.choose_unused(list(scene.kit.products.values()))
     return Wish(
         f"know how many years of warranty the {product.colour} {product.name} has",
         reads=[("variants", product.name)],
@@ -430,34 +441,67 @@ def draw(rng: Draw) -> Shop:
     """Draws the products in their colours, the customers and the orders."""
     kit = Shop(rng.today(), {}, {}, {})
     for category, names in PRODUCTS.items():
-        for name in rng.names(names):
+        for name in rng.of_split(names):
             price = rng.randint(8, 300)
             for colour in get_args(Colour):
-                key, stock, years = rng.number("", 6), rng.choice((0, 1, 4)), rng.randint(1, 3)
-                about = (key, name, category, colour, price + rng.randint(-5, 5))
-                kit.products[key] = Product(*about, stock, years, rng.random() < 0.25)
+                key = rng.number("", 6)
+                kit.products[key] = Product(
+                    key,
+                    name,
+                    category,
+                    colour,
+                    stock=rng.choice((0, 1, 4)),
+                    warranty_years=rng.randint(1, 3),
+                    price=price + rng.randint(-5, 5),
+                    final_sale=rng.random() < 0.25,
+                )
     for name in rng.people(45):
-        key, zip_code = rng.number("CU", 6), rng.number("", 5)
-        email, plus = f"{name.casefold().replace(' ', '.')}@example.com", rng.random() < 0.5
-        methods = []
-        for kind in rng.sample(get_args(Payment), 2):
-            methods.append(PaymentMethod(rng.number("pay", 4), kind))
-        kit.customers[key] = Customer(key, name, zip_code, email, plus, tuple(methods))
+        key = rng.number("CU", 6)
+        customer = kit.customers[key] = Customer(
+            key,
+            name,
+            zip=rng.number("", 5),
+            email=f"{name.casefold().replace(' ', '.')}@example.com",
+            plus=rng.random() < 0.5,
+            payment_methods=_methods(rng),
+        )
         for _ in range(rng.randint(4, 6)):
-            kit.orders.update(_order(rng, kit, key, methods))
+            order = _order(rng, kit, customer)
+            kit.orders[order.order_id] = order
     return kit
 
 
-def _order(rng, kit, customer_id, methods) -> dict[str, PurchaseOrder]:
+def _methods(rng) -> tuple[PaymentMethod, ...]:
+    kinds = rng.sample(get_args(Payment), 2)
+    return tuple(PaymentMethod(rng.number("pay", 4), kind) for kind in kinds)
+
+
+def _order(rng, kit, customer) -> PurchaseOrder:
     key = rng.number("W", 7)
     status = rng.choice(("pending", "pending", "delivered", "delivered", "cancelled"))
     placed = rng.day(kit.today, -4, 0) if status == "pending" else rng.day(kit.today, -45, -12)
     arrived = rng.day(placed, 2, 11) if status == "delivered" else None
     lines = []
     for product in rng.sample(list(kit.products.values()), rng.randint(1, 3)):
-        about = (product.product_id, product.name, product.colour, product.price)
-        lines.append(Line(*about, rng.randint(1, 2), "ordered", settled=""))
-    shipping, city = rng.one_of(Method), rng.name(CITIES)
-    paid = rng.choice(methods).method_id
-    about = (key, customer_id, status, placed, arrived, tuple(lines), shipping, city, paid)
-    return {key: PurchaseOrder(*about, shipping_refunded=rng.random() < 0.1)}
+        line = Line(
+            product_id=product.product_id,
+            name=product.name,
+            colour=product.colour,
+            price=product.price,
+            quantity=rng.randint(1, 2),
+            state="ordered",
+            settled="",
+        )
+        lines.append(line)
+    return PurchaseOrder(
+        key,
+        customer.customer_id,
+        status,
+        placed_on=placed,
+        delivered_on=arrived,
+        lines=tuple(lines),
+        shipping=rng.one_of(Method),
+        city=rng.name(CITIES),
+        paid_with=rng.choice(customer.payment_methods).method_id,
+        shipping_refunded=rng.random() < 0.1,
+    )

@@ -149,8 +149,15 @@ class Railway(Toolkit):
         self.require(new.seats_left > 0, f"{new.name} is full.")
         self.require(new_train_id != train_id, "It is the same train.")
         self.change(self.trains, new, seats_left=new.seats_left - 1)
-        values = {"train_id": new_train_id, "train": new.name, "kind": new.kind}
-        return self.change_leg(booking, leg, departs=new.departs, **values).departs
+        self.change_leg(
+            booking,
+            leg,
+            train_id=new_train_id,
+            train=new.name,
+            kind=new.kind,
+            departs=new.departs,
+        )
+        return new.departs
 
     @write
     def upgrade_booking(self, booking_id: str) -> int:
@@ -160,7 +167,8 @@ class Railway(Toolkit):
         self.require(booking.cabin == "second", "It is in first class.")
         self.require(who.points >= need, f"Only {who.points} points are left.")
         self.change(self.bookings, booking, cabin="first")
-        return self.change(self.travellers, who, points=who.points - need).points
+        who = self.change(self.travellers, who, points=who.points - need)
+        return who.points
 
     @write
     def add_bicycle(self, booking_id: str, train_id: str) -> int:
@@ -169,13 +177,15 @@ class Railway(Toolkit):
         leg = self.leg(booking, train_id)
         self.require(train.bicycle_spaces > 0, f"{train.name} has no bicycle space.")
         self.change(self.trains, train, bicycle_spaces=train.bicycle_spaces - 1)
-        return self.change_leg(booking, leg, bicycles=leg.bicycles + 1).bicycles
+        leg = self.change_leg(booking, leg, bicycles=leg.bicycles + 1)
+        return leg.bicycles
 
     @write
     def refund_booking(self, booking_id: str) -> int:
         """Refunds a confirmed booking, less a fee of $10; returns the refund."""
         booking = self.confirmed(booking_id)
-        return self.change(self.bookings, booking, status="refunded").price - REFUND_FEE
+        self.change(self.bookings, booking, status="refunded")
+        return booking.price - REFUND_FEE
 
     @write
     def pay_compensation(self, booking_id: str, train_id: str) -> int:
@@ -186,18 +196,20 @@ class Railway(Toolkit):
         self.require(not booking.compensated, "It has been paid already.")
         who = self.travellers[booking.traveller_id]
         self.change(self.bookings, booking, compensated=True)
-        return self.change(self.travellers, who, voucher=who.voucher + leg.price // 2).voucher
+        who = self.change(self.travellers, who, voucher=who.voucher + leg.price // 2)
+        return who.voucher
 
     @write
     def set_meal(self, booking_id: str, passenger: str, meal: Meal) -> Meal:
         """Sets the meal of a passenger of a confirmed booking."""
-        return self.change_passenger(self.confirmed(booking_id), passenger, meal=meal).meal
+        self.change_passenger(self.confirmed(booking_id), passenger, meal=meal)
+        return meal
 
     @write
     def rename_passenger(self, booking_id: str, passenger: str, new_name: str) -> str:
         """Puts another name in the place of a passenger's."""
-        booking = self.confirmed(booking_id)
-        return self.change_passenger(booking, passenger, name=new_name).name
+        self.change_passenger(self.confirmed(booking_id), passenger, name=new_name)
+        return new_name
 
     @handover
     def transfer_to_human_agents(self, reason: Literal["luggage", "group", "wheelchair"]) -> str:
@@ -214,17 +226,17 @@ def refundable(booking: Booking) -> bool:
 
 
 @rule("On saver fares names are not changed.")
-def personal(booking: Booking) -> bool:
+def renamable(booking: Booking) -> bool:
     return booking.fare == "flexible"
 
 
 @rule("Bookings are changed and refunded up to two days before they depart.")
-def notice(kit: Railway, booking: Booking) -> bool:
+def two_days_ahead(kit: Railway, booking: Booking) -> bool:
     return booking.date >= kit.today + timedelta(2)
 
 
 @rule("Compensation is due from 60 minutes of delay on.")
-def late(leg: Leg) -> bool:
+def an_hour_late(leg: Leg) -> bool:
     return leg.minutes_late >= 60
 
 
@@ -234,21 +246,31 @@ def regional(leg: Leg) -> bool:
 
 
 @rule("With a saver fare a leg is moved only to a train of the same kind.")
-def alike(booking: Booking, leg: Leg, new: Train) -> bool:
+def same_kind_if_saver(booking: Booking, leg: Leg, new: Train) -> bool:
     return booking.fare == "flexible" or new.kind == leg.kind
 
 
 @rule("Upgrades with points are for holders of a railcard.")
-def card(traveller: Traveller) -> bool:
+def has_railcard(traveller: Traveller) -> bool:
     return traveller.railcard
 
 
 # What travellers want.
 
-coming = Mine("bookings_of", "booking", lambda booking: booking.status == "confirmed")
-second = Mine("bookings_of", "booking", lambda b: b.status == "confirmed" and b.cabin == "second")
-unpaid = Mine("bookings_of", "booking", lambda b: b.status == "travelled" and not b.compensated)
-over = Mine("bookings_of", "booking", lambda booking: booking.status == "travelled")
+coming = Mine(
+    find="bookings_of", look="booking", where=lambda booking: booking.status == "confirmed"
+)
+second = Mine(
+    find="bookings_of",
+    look="booking",
+    where=lambda b: b.status == "confirmed" and b.cabin == "second",
+)
+unpaid = Mine(
+    find="bookings_of",
+    look="booking",
+    where=lambda b: b.status == "travelled" and not b.compensated,
+)
+over = Mine(find="bookings_of", look="booking", where=lambda booking: booking.status == "travelled")
 
 
 @wish(coming, every="get refunds for all your trips that are still to come")
@@ -256,7 +278,7 @@ def refund(scene: Scene, booking: Booking) -> Wish:
     return Wish(
         f"get a refund for {scene.name(booking)}",
         do=[("refund_booking", booking.booking_id)],
-        rules=[refundable(booking), notice(scene.kit, booking)],
+        rules=[refundable.of(booking), two_days_ahead.of(scene.kit, booking)],
         facts=[
             (booking.cabin == "second", "it is booked in second class"),
             scene.near(booking.price, "its price is less than ${}"),
@@ -270,13 +292,13 @@ def refund(scene: Scene, booking: Booking) -> Wish:
 def rebook(scene: Scene, booking: Booking) -> Wish:
     leg = scene.choose(booking.legs)
     trains = [t for t in scene.kit.trains.values() if t.train_id != leg.train_id]
-    new = scene.pick(trains)
+    new = scene.choose_unused(trains)
     return Wish(
         f"change from {leg.train} to {new.name} on {scene.name(booking)}",
         do=[("rebook_leg", booking.booking_id, leg.train_id, new.train_id)],
         reads=[("train", new.name)],
         can=new.seats_left > 0,
-        rules=[notice(scene.kit, booking), alike(booking, leg, new)],
+        rules=[two_days_ahead.of(scene.kit, booking), same_kind_if_saver.of(booking, leg, new)],
         facts=[
             (new.seats_left > 0, "it has a free seat"),
             (new.dining_car, "it has a dining car"),
@@ -295,7 +317,7 @@ def upgrade(scene: Scene, booking: Booking) -> Wish:
         do=[("upgrade_booking", booking.booking_id)],
         reads=[("traveller", scene.key)],
         can=scene.me.points >= need,
-        rules=[card(scene.me)],
+        rules=[has_railcard.of(scene.me)],
         facts=[scene.near(booking.price, "its price is less than ${}")],
         ask="How many points are left then?",
         instead=[refund],
@@ -309,7 +331,7 @@ def bicycle(scene: Scene, booking: Booking) -> Wish:
         f"take one more bicycle on {leg.train} on {scene.name(booking)}",
         do=[("add_bicycle", booking.booking_id, leg.train_id)],
         can=scene.kit.trains[leg.train_id].bicycle_spaces > 0,
-        rules=[regional(leg)],
+        rules=[regional.of(leg)],
         facts=[
             (leg.bicycles == 0, "none is booked on it yet"),
             (leg.departs < "12:00", "it leaves before noon"),
@@ -324,7 +346,7 @@ def compensation(scene: Scene, booking: Booking) -> Wish:
     return Wish(
         f"get compensation for the delay of {leg.train} on {scene.name(booking)}",
         do=[("pay_compensation", booking.booking_id, leg.train_id)],
-        rules=[late(leg)],
+        rules=[an_hour_late.of(leg)],
         facts=[
             scene.near(leg.price, "this leg cost less than ${}"),
             (booking.cabin == "first", "it was in first class"),
@@ -354,7 +376,7 @@ def rename(scene: Scene, booking: Booking) -> Wish:
     return Wish(
         f"have {new} travel on {scene.name(booking)} in place of {who.name}",
         do=[("rename_passenger", booking.booking_id, who.name, new)],
-        rules=[personal(booking), notice(scene.kit, booking)],
+        rules=[renamable.of(booking), two_days_ahead.of(scene.kit, booking)],
         facts=[(who.meal == "none", f"no meal is booked for {who.name}")],
         instead=[refund],
     )
@@ -369,7 +391,7 @@ def delay(scene: Scene, booking: Booking) -> Wish:
 
 @wish()
 def departure(scene: Scene) -> Wish:
-    train = scene.pick(list(scene.kit.trains.values()))
+    train = scene.choose_unused(list(scene.kit.trains.values()))
     reads = [("train", train.name)]
     return Wish(f"know how many minutes {train.name} takes", reads=reads, told=train.minutes)
 
@@ -403,34 +425,61 @@ def draw(rng: Draw) -> Railway:
     kit = Railway(rng.today(), {}, {}, {})
     for _ in range(60):
         key, kind = rng.number("N"), rng.one_of(TrainKind)
-        name, minutes = rng.number(f"{PREFIXES[kind]} ", 3), rng.randrange(30, 600, 5)
-        departs, seats, spaces = rng.one_of(Hour), rng.choice((0, 2, 5, 9)), rng.randint(0, 3)
-        dines = rng.random() < 0.5
-        kit.trains[key] = Train(key, name, kind, departs, minutes, seats, spaces, dines)
+        kit.trains[key] = Train(
+            key,
+            name=rng.number(f"{PREFIXES[kind]} ", 3),
+            kind=kind,
+            minutes=rng.randrange(30, 600, 5),
+            departs=rng.one_of(Hour),
+            seats_left=rng.choice((0, 2, 5, 9)),
+            bicycle_spaces=rng.randint(0, 3),
+            dining_car=rng.random() < 0.5,
+        )
     for name in rng.people(45):
-        key, born, has_card = rng.number("RT", 6), rng.randint(1948, 2004), rng.random() < 0.5
-        points, voucher = rng.randrange(0, 600, 10), rng.randint(5, 80)
-        kit.travellers[key] = Traveller(key, name, born, has_card, points, voucher)
-        for to in rng.sample(rng.names(CITIES), rng.randint(5, 7)):
-            kit.bookings.update(_booking(rng, kit, key, to))
+        key = rng.number("RT", 6)
+        kit.travellers[key] = Traveller(
+            key,
+            name,
+            birth_year=rng.randint(1948, 2004),
+            railcard=rng.random() < 0.5,
+            points=rng.randrange(0, 600, 10),
+            voucher=rng.randint(5, 80),
+        )
+        for to in rng.sample(rng.of_split(CITIES), rng.randint(5, 7)):
+            booking = _booking(rng, kit, key, to)
+            kit.bookings[booking.booking_id] = booking
     return kit
 
 
-def _booking(rng, kit, traveller_id, to) -> dict[str, Booking]:
+def _booking(rng, kit, traveller_id, to) -> Booking:
     key = rng.number("B", 6)
     status = rng.choice(("confirmed", "confirmed", "confirmed", "travelled", "travelled"))
     day = rng.day(kit.today, 0, 25) if status == "confirmed" else rng.day(kit.today, -40, -1)
     legs = []
     for train in rng.sample(list(kit.trains.values()), rng.randint(1, 2)):
         price, late = rng.randint(12, 90), rng.randrange(5, 125, 5)
-        late = late if status == "travelled" else 0
-        bicycles = rng.randint(0, 1)
-        about = (train.train_id, train.name, train.kind, train.departs)
-        legs.append(Leg(*about, bicycles, price, late))
+        leg = Leg(
+            train_id=train.train_id,
+            train=train.name,
+            kind=train.kind,
+            departs=train.departs,
+            bicycles=rng.randint(0, 1),
+            price=price,
+            minutes_late=late if status == "travelled" else 0,
+        )
+        legs.append(leg)
     passengers = []
-    for name in rng.sample(rng.names(COMPANIONS), rng.randint(1, 3)):
+    for name in rng.sample(rng.of_split(COMPANIONS), rng.randint(1, 3)):
         passengers.append(Passenger(name, rng.one_of(Meal)))
-    fare, cabin = rng.one_of(Fare), rng.choice(("first", "second", "second"))
-    is_paid = rng.random() < 0.2
-    about = (key, traveller_id, status, fare, day, to, cabin)
-    return {key: Booking(*about, tuple(legs), tuple(passengers), is_paid)}
+    return Booking(
+        key,
+        traveller_id,
+        status,
+        date=day,
+        to=to,
+        fare=rng.one_of(Fare),
+        cabin=rng.choice(("first", "second", "second")),
+        legs=tuple(legs),
+        passengers=tuple(passengers),
+        compensated=rng.random() < 0.2,
+    )

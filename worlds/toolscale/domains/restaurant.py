@@ -125,7 +125,8 @@ class Restaurant(Toolkit):
         self.require(dish.portions_left >= portions, f"Only {dish.portions_left} are left.")
         self.change(self.dishes, dish, portions_left=dish.portions_left - portions)
         order = Order(dish_id, dish.name, portions, dish.price * portions)
-        return self.change(self.reservations, table, orders=(*table.orders, order)).bill
+        table = self.change(self.reservations, table, orders=(*table.orders, order))
+        return table.bill
 
     @write
     def drop_dish(self, reservation_id: str, dish_id: str) -> int:
@@ -133,25 +134,28 @@ class Restaurant(Toolkit):
         table = self.held(reservation_id)
         rest = tuple(order for order in table.orders if order.dish_id != dish_id)
         self.require(rest != table.orders, "It is not ordered.")
-        return self.change(self.reservations, table, orders=rest).bill
+        table = self.change(self.reservations, table, orders=rest)
+        return table.bill
 
     @write
     def set_area(self, reservation_id: str, area: Area) -> Area:
         """Seats a party elsewhere."""
-        return self.change(self.reservations, self.held(reservation_id), area=area).area
+        self.change(self.reservations, self.held(reservation_id), area=area)
+        return area
 
     @write
     def set_seats(self, reservation_id: str, seats: int) -> int:
         """Sets the seats of a table."""
         self.require(seats > 0, "Set at least one seat.")
-        return self.change(self.reservations, self.held(reservation_id), seats=seats).seats
+        self.change(self.reservations, self.held(reservation_id), seats=seats)
+        return seats
 
     @write
     def add_high_chair(self, reservation_id: str) -> int:
         """Puts one more high chair to a table; returns how many there are."""
         table = self.held(reservation_id)
-        more = table.high_chairs + 1
-        return self.change(self.reservations, table, high_chairs=more).high_chairs
+        table = self.change(self.reservations, table, high_chairs=table.high_chairs + 1)
+        return table.high_chairs
 
     @write
     def spend_bonus(self, guest_id: str, reservation_id: str) -> int:
@@ -160,7 +164,8 @@ class Restaurant(Toolkit):
         self.require(guest.bonus > 0, "There is no bonus.")
         self.change(self.guests, guest, bonus=0)
         spent = table.bonus_spent + guest.bonus
-        return self.change(self.reservations, table, bonus_spent=spent).bill
+        table = self.change(self.reservations, table, bonus_spent=spent)
+        return table.bill
 
     @write
     def give_up_table(self, reservation_id: str) -> int:
@@ -215,21 +220,25 @@ def chairs(table: Reservation) -> bool:
 
 # What guests want.
 
-held = Mine("book_of", "reservation", lambda table: table.held)
-with_dishes = Mine("book_of", "reservation", lambda table: table.held and table.orders)
-inside = Mine("book_of", "reservation", lambda table: table.held and table.area != "terrace")
-booked = Mine("book_of", "reservation")
+held = Mine(find="book_of", look="reservation", where=lambda table: table.held)
+with_dishes = Mine(
+    find="book_of", look="reservation", where=lambda table: table.held and table.orders
+)
+inside = Mine(
+    find="book_of", look="reservation", where=lambda table: table.held and table.area != "terrace"
+)
+booked = Mine(find="book_of", look="reservation")
 
 
 @wish(held)
 def order(scene: Scene, table: Reservation) -> Wish:
-    dish, portions = scene.pick(list(scene.kit.dishes.values())), scene.rng.randint(2, 5)
+    dish, portions = scene.choose_unused(list(scene.kit.dishes.values())), scene.rng.randint(2, 5)
     return Wish(
         f"order {portions} portions of the {dish.name} for {scene.name(table)}",
         do=[("order_dish", table.reservation_id, dish.dish_id, portions)],
         reads=[("guest_card", scene.key), ("dish", dish.name)],
         can=dish.portions_left >= portions,
-        rules=[harmless(scene.me, dish), kitchen(scene.kit, table)],
+        rules=[harmless.of(scene.me, dish), kitchen.of(scene.kit, table)],
         facts=[
             scene.near(dish.price, "a portion costs less than ${}"),
             scene.near(dish.minutes, "the kitchen needs less than {} minutes for it"),
@@ -245,7 +254,7 @@ def drop(scene: Scene, table: Reservation) -> Wish:
     return Wish(
         f"have the {line.name} taken off {scene.name(table)}",
         do=[("drop_dish", table.reservation_id, line.dish_id)],
-        rules=[kitchen(scene.kit, table)],
+        rules=[kitchen.of(scene.kit, table)],
         facts=[scene.near(line.amount, "it comes to less than ${} in all")],
         ask="What is the bill for that table without it?",
     )
@@ -256,7 +265,7 @@ def give_up(scene: Scene, table: Reservation) -> Wish:
     return Wish(
         f"give up {scene.name(table)}",
         do=[("give_up_table", table.reservation_id)],
-        rules=[ahead(scene.kit, table)],
+        rules=[ahead.of(scene.kit, table)],
         facts=[
             scene.near(table.deposit, "the deposit is less than ${}"),
             (table.occasion == "none", "no occasion is noted for it"),
@@ -271,7 +280,7 @@ def terrace(scene: Scene, table: Reservation) -> Wish:
     return Wish(
         f"have {scene.name(table)} moved to the terrace",
         do=[("set_area", table.reservation_id, "terrace")],
-        rules=[small_party(table)],
+        rules=[small_party.of(table)],
         facts=[(table.area == "window", "it is at the window now")],
         instead=[give_up, chair],
     )
@@ -283,7 +292,7 @@ def seats(scene: Scene, table: Reservation) -> Wish:
     return Wish(
         f"have {wanted} seats at {scene.name(table)}",
         do=[("set_seats", table.reservation_id, wanted)],
-        rules=[cap(wanted)],
+        rules=[cap.of(wanted)],
         facts=[
             (table.hour >= "19:00", "it begins at 19:00 or later"),
             (table.occasion != "birthday", "it is not noted as a birthday"),
@@ -297,7 +306,7 @@ def chair(scene: Scene, table: Reservation) -> Wish:
     return Wish(
         f"have one more high chair at {scene.name(table)}",
         do=[("add_high_chair", table.reservation_id)],
-        rules=[chairs(table)],
+        rules=[chairs.of(table)],
         facts=[(table.high_chairs == 0, "there is none yet")],
         instead=[terrace],
     )
@@ -310,7 +319,7 @@ def bonus(scene: Scene, table: Reservation) -> Wish:
         do=[("spend_bonus", scene.key, table.reservation_id)],
         reads=[("guest_card", scene.key)],
         can=scene.me.bonus > 0,
-        rules=[regulars(scene.me)],
+        rules=[regulars.of(scene.me)],
         facts=[scene.near(table.bill, "its bill is less than ${}")],
         ask="What is left to pay for that table?",
         instead=[give_up],
@@ -325,7 +334,7 @@ def portions(scene: Scene, table: Reservation) -> Wish:
 
 @wish()
 def minutes(scene: Scene) -> Wish:
-    dish = scene.pick(list(scene.kit.dishes.values()))
+    dish = scene.choose_unused(list(scene.kit.dishes.values()))
     want = f"know how many minutes the kitchen needs for the {dish.name}"
     return Wish(want, reads=[("dish", dish.name)], told=dish.minutes)
 
@@ -354,16 +363,27 @@ def draw(rng: Draw) -> Restaurant:
     """Draws the guests, the menu and the book."""
     kit = Restaurant(rng.today(), {}, {}, {})
     for name in rng.people(45):
-        key, allergy = rng.number("G"), rng.choice(("none", "none", "nuts", "fish", "milk"))
-        phone, regular = rng.number("070", 7), rng.random() < 0.5
-        kit.guests[key] = Guest(key, name, phone, allergy, regular, rng.randrange(0, 90, 5))
-    for what in rng.names(INGREDIENTS):
+        key = rng.number("G")
+        kit.guests[key] = Guest(
+            key,
+            name,
+            allergy=rng.choice(("none", "none", "nuts", "fish", "milk")),
+            phone=rng.number("070", 7),
+            regular=rng.random() < 0.5,
+            bonus=rng.randrange(0, 90, 5),
+        )
+    for what in rng.of_split(INGREDIENTS):
         for how in WAYS:
-            key, contains = rng.number("D"), rng.one_of(Allergen)
-            course, price = rng.one_of(Course), rng.randint(6, 34)
-            left, minutes = rng.randrange(20), rng.randrange(5, 60, 5)
-            name = f"{how} {what}"
-            kit.dishes[key] = Dish(key, name, course, price, contains, left, minutes)
+            key = rng.number("D")
+            kit.dishes[key] = Dish(
+                key,
+                f"{how} {what}",
+                contains=rng.one_of(Allergen),
+                course=rng.one_of(Course),
+                price=rng.randint(6, 34),
+                portions_left=rng.randrange(20),
+                minutes=rng.randrange(5, 60, 5),
+            )
     for guest_id in kit.guests:
         for _ in range(rng.randint(4, 7)):
             key, is_held = rng.number("RES-"), rng.random() < 0.75
@@ -375,11 +395,11 @@ def draw(rng: Draw) -> Restaurant:
                 key,
                 guest_id,
                 is_held,
-                rng.day(kit.today, 1, 16) if is_held else rng.day(kit.today, -60, -1),
-                rng.one_of(Hour),
-                rng.randint(2, 9),
-                rng.one_of(Area),
-                rng.one_of(Occasion),
+                date=rng.day(kit.today, 1, 16) if is_held else rng.day(kit.today, -60, -1),
+                hour=rng.one_of(Hour),
+                seats=rng.randint(2, 9),
+                area=rng.one_of(Area),
+                occasion=rng.one_of(Occasion),
                 deposit=rng.randint(10, 80),
                 bonus_spent=0,
                 high_chairs=rng.randrange(3),

@@ -79,7 +79,8 @@ class University(Toolkit):
     def add_credits(self, student_id: str, credits: int) -> int:
         student = self.students[student_id]
         more = student.credits_now + credits
-        return self.change(self.students, student, credits_now=more).credits_now
+        self.change(self.students, student, credits_now=more)
+        return more
 
     @read
     def student_by_entry(self, name: str, entry_year: int) -> Student:
@@ -120,8 +121,18 @@ class University(Toolkit):
         self.require(course.places > 0, f"{course.name} is full.")
         self.require(key not in self.enrolments, "The student is enrolled.")
         self.change(self.courses, course, places=course.places - 1)
-        about = (key, student_id, course_id, course.name, course.credits)
-        self.enrolments[key] = Enrolment(*about, True, self.today, "letter", 0, ())
+        self.enrolments[key] = Enrolment(
+            key,
+            student_id,
+            course_id,
+            course=course.name,
+            credits=course.credits,
+            running=True,
+            since=self.today,
+            grading="letter",
+            absences=0,
+            marks=(),
+        )
         return self.add_credits(student_id, course.credits)
 
     @write
@@ -147,7 +158,8 @@ class University(Toolkit):
         """Sets how a running course is graded."""
         enrolment = self.running(enrolment_id)
         self.require(enrolment.grading != grading, "It is graded so already.")
-        return self.change(self.enrolments, enrolment, grading=grading).grading
+        self.change(self.enrolments, enrolment, grading=grading)
+        return grading
 
     @write
     def excuse_absences(self, enrolment_id: str) -> int:
@@ -188,7 +200,7 @@ def no_hold(student: Student) -> bool:
 
 
 @rule("Nobody takes more than 30 credits at a time.")
-def load(student: Student, course: Course) -> bool:
+def within_load(student: Student, course: Course) -> bool:
     return student.credits_now + course.credits <= 30
 
 
@@ -208,7 +220,7 @@ def first_review(mark: Mark) -> bool:
 
 
 @rule("Up to three absences can be excused; from the fourth on, none.")
-def few(enrolment: Enrolment) -> bool:
+def few_absences(enrolment: Enrolment) -> bool:
     return enrolment.absences <= 3
 
 
@@ -219,23 +231,29 @@ def regular(student: Student) -> bool:
 
 # What students want.
 
-everything = Mine("transcript", "enrolment")
-running = Mine("transcript", "enrolment", lambda enrolment: enrolment.running)
-lettered = Mine("transcript", "enrolment", lambda e: e.running and e.grading == "letter")
-missed = Mine("transcript", "enrolment", lambda e: e.running and e.absences > 0)
+everything = Mine(find="transcript", look="enrolment")
+running = Mine(find="transcript", look="enrolment", where=lambda enrolment: enrolment.running)
+lettered = Mine(
+    find="transcript", look="enrolment", where=lambda e: e.running and e.grading == "letter"
+)
+missed = Mine(find="transcript", look="enrolment", where=lambda e: e.running and e.absences > 0)
 
 
 @wish()
-def enrol(scene: Scene) -> Wish:
+def join(scene: Scene) -> Wish:
     mine = {enrolment.course_id for enrolment in everything.all(scene.kit, scene.key)}
     courses = [c for c in scene.kit.courses.values() if c.course_id not in mine]
-    course = scene.pick(courses)
+    course = scene.choose_unused(courses)
     return Wish(
         f"enrol in {course.name}",
         do=[("enrol", scene.key, course.course_id)],
         reads=[("student_file", scene.key), ("course_page", course.name)],
         can=course.places > 0,
-        rules=[prepared(scene.me, course), no_hold(scene.me), load(scene.me, course)],
+        rules=[
+            prepared.of(scene.me, course),
+            no_hold.of(scene.me),
+            within_load.of(scene.me, course),
+        ],
         facts=[
             (course.places > 0, "a place is left"),
             (course.weekday != "Monday", "it is not on a Monday"),
@@ -250,7 +268,7 @@ def leave(scene: Scene, enrolment: Enrolment) -> Wish:
     return Wish(
         f"leave {scene.name(enrolment)}",
         do=[("leave_course", enrolment.enrolment_id)],
-        rules=[early(scene.kit, enrolment)],
+        rules=[early.of(scene.kit, enrolment)],
         facts=[
             (enrolment.credits < 6, "it has less than 6 credits"),
             (enrolment.absences > 2, "you have more than 2 absences there"),
@@ -265,7 +283,7 @@ def review(scene: Scene, enrolment: Enrolment) -> Wish:
     return Wish(
         f"have the mark of the {mark.piece} in {scene.name(enrolment)} looked at again",
         do=[("ask_review", enrolment.enrolment_id, mark.piece)],
-        rules=[fresh(scene.kit, mark), first_review(mark)],
+        rules=[fresh.of(scene.kit, mark), first_review.of(mark)],
         facts=[scene.near(mark.points, "it is below {} points")],
         ask="How many points is it now?",
     )
@@ -276,7 +294,7 @@ def grading(scene: Scene, enrolment: Enrolment) -> Wish:
     return Wish(
         f"have {scene.name(enrolment)} graded pass or fail",
         do=[("set_grading", enrolment.enrolment_id, "pass_or_fail")],
-        rules=[regular(scene.me)],
+        rules=[regular.of(scene.me)],
         reads=[("student_file", scene.key)],
         facts=[(len(enrolment.marks) < 2, "there are less than 2 marks in it")],
         instead=[leave, excuse],
@@ -288,7 +306,7 @@ def excuse(scene: Scene, enrolment: Enrolment) -> Wish:
     return Wish(
         f"have your absences in {scene.name(enrolment)} excused",
         do=[("excuse_absences", enrolment.enrolment_id)],
-        rules=[few(enrolment)],
+        rules=[few_absences.of(enrolment)],
         facts=[(enrolment.grading == "letter", "it is graded by letter")],
         ask="How many were there?",
         instead=[leave, grading],
@@ -303,7 +321,7 @@ def paper(scene: Scene) -> Wish:
         f'have a paper of the kind "{kind}" printed',
         do=[("issue_paper", scene.key, kind)],
         reads=[("student_file", scene.key)],
-        rules=[no_hold(scene.me)],
+        rules=[no_hold.of(scene.me)],
         facts=[scene.near(scene.me.credits_now, "you have less than {} credits now")],
     )
 
@@ -317,7 +335,7 @@ def points(scene: Scene, enrolment: Enrolment) -> Wish:
 
 @wish()
 def room(scene: Scene) -> Wish:
-    course = scene.pick(list(scene.kit.courses.values()))
+    course = scene.choose_unused(list(scene.kit.courses.values()))
     reads = [("course_page", course.name)]
     return Wish(f"know in which room {course.name} is taught", reads=reads, told=course.room)
 
@@ -350,22 +368,29 @@ FORMS = ("Introduction to", "Advanced", "Seminar in", "Topics in")
 def draw(rng: Draw) -> University:
     """Draws the students, the courses and the enrolments."""
     kit = University(rng.today(), {}, {}, {})
-    for subject in rng.names(SUBJECTS):
+    for subject in rng.of_split(SUBJECTS):
         for form in FORMS:
-            key, name, credits = rng.number("C"), f"{form} {subject}", rng.choice((3, 6, 9))
-            needs = rng.choice(("nothing", "nothing", *AREAS))
-            places, day = rng.randint(0, 6), rng.one_of(Weekday)
-            kit.courses[key] = Course(key, name, credits, needs, places, day, rng.number("H", 3))
+            key = rng.number("C")
+            kit.courses[key] = Course(
+                key,
+                f"{form} {subject}",
+                credits=rng.choice((3, 6, 9)),
+                needs=rng.choice(("nothing", "nothing", *AREAS)),
+                places=rng.randint(0, 6),
+                weekday=rng.one_of(Weekday),
+                room=rng.number("H", 3),
+            )
     for name in rng.people(45):
         key, mine = rng.number("s", 7), {}
         for course in rng.sample(list(kit.courses.values()), rng.randint(4, 6)):
-            mine.update(_enrolment(rng, kit.today, key, course))
+            enrolment = _enrolment(rng, kit.today, key, course)
+            mine[enrolment.enrolment_id] = enrolment
         kit.enrolments.update(mine)
         kit.students[key] = Student(
             key,
             name,
-            rng.randint(2019, 2025),
-            rng.choice(("none", "none", "library", "tuition")),
+            entry_year=rng.randint(2019, 2025),
+            hold=rng.choice(("none", "none", "library", "tuition")),
             credits_now=sum(each.credits for each in mine.values() if each.running),
             passed=tuple(rng.sample(AREAS, 2)),
             exchange=rng.random() < 0.4,
@@ -374,13 +399,22 @@ def draw(rng: Draw) -> University:
     return kit
 
 
-def _enrolment(rng, today, student_id, course) -> dict[str, Enrolment]:
+def _enrolment(rng, today, student_id, course) -> Enrolment:
     key, is_running = rng.number("E", 6), rng.random() < 0.7
     since = rng.day(today, -28, -2) if is_running else rng.day(today, -250, -150)
     marks = []
     for piece in rng.sample(get_args(Piece), rng.randint(1, 3)):
         reviewed = rng.choice(("never", "never", "never", "done"))
         marks.append(Mark(piece, rng.randint(30, 98), rng.day(today, -20, -1), reviewed))
-    grading, absences = rng.choice(("letter", "letter", "pass_or_fail")), rng.randint(0, 6)
-    about = (key, student_id, course.course_id, course.name, course.credits)
-    return {key: Enrolment(*about, is_running, since, grading, absences, tuple(marks))}
+    return Enrolment(
+        key,
+        student_id,
+        course.course_id,
+        course=course.name,
+        credits=course.credits,
+        running=is_running,
+        since=since,
+        grading=rng.choice(("letter", "letter", "pass_or_fail")),
+        absences=rng.randint(0, 6),
+        marks=tuple(marks),
+    )
