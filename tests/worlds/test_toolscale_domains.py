@@ -23,7 +23,7 @@ from worlds.toolscale.plan import LEVELS, draw, to_task
 from worlds.toolscale.score import Scorer, attempt
 from worlds.toolscale.toolkit import ToolError, key_of
 from worlds.toolscale.verify import vain, verify
-from worlds.toolscale.wishes import UnfitError
+from worlds.toolscale.wishes import Scene, UnfitError
 
 BATCHES = int(os.environ.get("TOOLSCALE_BATCHES", "1"))  # of 50 tasks a domain
 
@@ -127,6 +127,53 @@ def test_no_value_of_a_held_out_domain_is_in_training(drawn):
 
 def test_every_wish_can_be_had_and_every_rule_forbids_and_allows(drawn):
     assert vain(drawn[0]) == []
+
+
+NEED_NOTICE = ("refund_booking", "rebook_leg", "rename_passenger")
+
+
+def railway_breaks(before, calls, kit):
+    """Yields which sentences of the railway's policy the calls or the records break."""
+    for name, booking_id, *_ in calls:
+        is_near = name in NEED_NOTICE and (before.bookings[booking_id].date - kit.today).days < 2
+        if is_near:
+            yield f"{name} of a trip that departs within two days"
+        if name == "rebook_leg":
+            taken = sum(each.seats_left for each in before.trains.values())
+            taken -= sum(each.seats_left for each in kit.trains.values())
+            if taken != len(kit.bookings[booking_id].passengers):
+                yield f"{taken} seats for {kit.bookings[booking_id].passengers}"
+    for booking in kit.bookings.values():
+        if any(leg.bicycles and leg.kind != "regional" for leg in booking.legs):
+            yield "a bicycle in a train that is not regional"
+        if len({leg.train_id for leg in booking.legs}) < len(booking.legs):
+            yield "two legs on a train"
+
+
+def restaurant_breaks(before, calls, kit):
+    for table in kit.reservations.values():
+        if table.seats > 8:
+            yield "more than 8 people at a table"
+        if table.seats == 8 and table.area != "hall":
+            yield "a party of 8 outside of the hall"
+
+
+@pytest.mark.parametrize("breaks", [railway_breaks, restaurant_breaks])
+def test_what_is_allowed_keeps_the_policy_as_it_is_written(breaks):
+    domain = build(breaks.__name__.partition("_")[0], 7)
+    done = set()
+    for seed in range(600):
+        rng = random.Random(seed)
+        scene = Scene(domain.start, domain.start.copy(), rng.choice(domain.people), rng)
+        try:
+            wish, _ = scene.draw(rng.choice(domain.wishes))
+        except UnfitError:
+            continue
+        if wish.allowed:
+            scene.act(wish)
+            done.update(name for name, *_ in wish.do)
+            assert list(breaks(domain.start, wish.do, scene.kit)) == [], wish.want
+    assert done == {*domain.of_kind("write"), *domain.of_kind("handover")}
 
 
 def test_words_for_a_record_fit_no_other_of_the_user(drawn):

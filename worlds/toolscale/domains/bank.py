@@ -266,7 +266,7 @@ def not_late(fee: Fee) -> bool:
     return fee.what != "late fee"
 
 
-@rule("No more than $800 is moved in a chat, except for private clients.")
+@rule("No more than $800 is moved by one transfer, except for private clients.")
 def within_limit(client: Client, amount: int) -> bool:
     return amount <= 800 or client.private
 

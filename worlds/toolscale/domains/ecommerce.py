@@ -193,11 +193,11 @@ class Shop(Toolkit):
 
     @write
     def exchange_product(self, order_id: str, product_id: str, new_product_id: str) -> int:
-        """Exchanges a delivered product for one in stock; returns what the new one costs."""
+        """Exchanges a delivered product, all its pieces; returns what a new one costs."""
         order, new = self.of_status(order_id, "delivered"), self.products[new_product_id]
-        self.require(new.stock > 0, "It is sold out.")
-        self.change(self.products, new, stock=new.stock - 1)
         line = self.line(order, product_id)
+        self.require(new.stock >= line.quantity, f"Only {new.stock} are in stock.")
+        self.change(self.products, new, stock=new.stock - line.quantity)
         self.change_line(order, line, state="exchanged", settled=new_product_id)
         return new.price
 
@@ -224,7 +224,7 @@ class Shop(Toolkit):
 # Rules of the shop, which no tool enforces.
 
 
-@rule("An order is cancelled up to two days after it was placed; older ones are being packed.")
+@rule("An order is cancelled up to two days after it was placed.")
 def unpacked(kit: Shop, order: PurchaseOrder) -> bool:
     return order.placed_on >= kit.today - timedelta(2)
 
@@ -362,14 +362,15 @@ def colour(scene: Scene, order: PurchaseOrder) -> Wish:
     line = scene.choose(order.lines)
     others = [p for p in scene.kit.variants(line.name) if p.colour != line.colour]
     new = scene.choose(others)
+    has_enough = new.stock >= line.quantity
     return Wish(
         f"exchange {line.words} from {scene.name(order)} for a {new.colour} one",
         do=[("exchange_product", order.order_id, line.product_id, new.product_id)],
         reads=[("variants", line.name)],
-        can=new.stock > 0,
+        can=has_enough,
         rules=[delivered_lately.of(scene.kit, order), no_sale.of(scene.kit, line)],
         facts=[
-            (new.stock > 0, "it is in stock"),
+            (has_enough, "there are enough pieces in stock"),
             scene.near(new.price, "the new one costs less than ${}"),
             (new.warranty_years > 1, "the new one has more than 1 year of warranty"),
         ],

@@ -143,12 +143,18 @@ class Railway(Toolkit):
 
     @write
     def rebook_leg(self, booking_id: str, train_id: str, new_train_id: str) -> Hour:
-        """Moves a leg of a confirmed booking to another train; returns its departure."""
+        """Moves a leg of a confirmed booking, with its passengers and bicycles, to another train.
+
+        Returns the departure of that train. The places in the old one stay taken.
+        """
         booking, new = self.confirmed(booking_id), self.trains[new_train_id]
-        leg = self.leg(booking, train_id)
-        self.require(new.seats_left > 0, f"{new.name} is full.")
-        self.require(new_train_id != train_id, "It is the same train.")
-        self.change(self.trains, new, seats_left=new.seats_left - 1)
+        leg, seats = self.leg(booking, train_id), len(booking.passengers)
+        is_new = all(each.train_id != new_train_id for each in booking.legs)
+        self.require(is_new, f"{new.name} is in the booking already.")
+        self.require(new.seats_left >= seats, f"{new.name} has {new.seats_left} free seats.")
+        spaces = new.bicycle_spaces - leg.bicycles
+        self.require(spaces >= 0, f"{new.name} has {new.bicycle_spaces} bicycle spaces.")
+        self.change(self.trains, new, seats_left=new.seats_left - seats, bicycle_spaces=spaces)
         self.change_leg(
             booking,
             leg,
@@ -189,7 +195,10 @@ class Railway(Toolkit):
 
     @write
     def pay_compensation(self, booking_id: str, train_id: str) -> int:
-        """Adds half the price of a late leg to the traveller's voucher; returns the voucher."""
+        """Adds half the price of a late leg to the traveller's voucher, once a booking.
+
+        Returns the voucher.
+        """
         booking = self.bookings[booking_id]
         leg = self.leg(booking, train_id)
         self.require(booking.status == "travelled", "The trip is not over.")
@@ -230,7 +239,10 @@ def renamable(booking: Booking) -> bool:
     return booking.fare == "flexible"
 
 
-@rule("Bookings are changed and refunded up to two days before they depart.")
+@rule(
+    "Trips are refunded, moved to other trains and put in other names up to two days before they "
+    "depart."
+)
 def two_days_ahead(kit: Railway, booking: Booking) -> bool:
     return booking.date >= kit.today + timedelta(2)
 
@@ -241,8 +253,8 @@ def an_hour_late(leg: Leg) -> bool:
 
 
 @rule("Bicycles travel in regional trains only, whatever space other trains show.")
-def regional(leg: Leg) -> bool:
-    return leg.kind == "regional"
+def regional_if_bicycles(bicycles: int, kind: TrainKind) -> bool:
+    return bicycles == 0 or kind == "regional"
 
 
 @rule("With a saver fare a leg is moved only to a train of the same kind.")
@@ -291,16 +303,21 @@ def refund(scene: Scene, booking: Booking) -> Wish:
 @wish(coming)
 def rebook(scene: Scene, booking: Booking) -> Wish:
     leg = scene.choose(booking.legs)
-    trains = [t for t in scene.kit.trains.values() if t.train_id != leg.train_id]
-    new = scene.choose_unused(trains)
+    taken = {each.train_id for each in booking.legs}
+    new = scene.choose_unused([t for t in scene.kit.trains.values() if t.train_id not in taken])
+    has_seats = new.seats_left >= len(booking.passengers)
     return Wish(
         f"change from {leg.train} to {new.name} on {scene.name(booking)}",
         do=[("rebook_leg", booking.booking_id, leg.train_id, new.train_id)],
         reads=[("train", new.name)],
-        can=new.seats_left > 0,
-        rules=[two_days_ahead.of(scene.kit, booking), same_kind_if_saver.of(booking, leg, new)],
+        can=has_seats and new.bicycle_spaces >= leg.bicycles,
+        rules=[
+            two_days_ahead.of(scene.kit, booking),
+            same_kind_if_saver.of(booking, leg, new),
+            regional_if_bicycles.of(leg.bicycles, new.kind),
+        ],
         facts=[
-            (new.seats_left > 0, "it has a free seat"),
+            (has_seats, "it has seats for all passengers"),
             (new.dining_car, "it has a dining car"),
             scene.near(new.minutes, "it takes less than {} minutes"),
         ],
@@ -331,7 +348,7 @@ def bicycle(scene: Scene, booking: Booking) -> Wish:
         f"take one more bicycle on {leg.train} on {scene.name(booking)}",
         do=[("add_bicycle", booking.booking_id, leg.train_id)],
         can=scene.kit.trains[leg.train_id].bicycle_spaces > 0,
-        rules=[regional.of(leg)],
+        rules=[regional_if_bicycles.of(leg.bicycles + 1, leg.kind)],
         facts=[
             (leg.bicycles == 0, "none is booked on it yet"),
             (leg.departs < "12:00", "it leaves before noon"),
@@ -457,13 +474,13 @@ def _booking(rng, kit, traveller_id, to) -> Booking:
     day = rng.day(kit.today, 0, 25) if status == "confirmed" else rng.day(kit.today, -40, -1)
     legs = []
     for train in rng.sample(list(kit.trains.values()), rng.randint(1, 2)):
-        price, late = rng.randint(12, 90), rng.randrange(5, 125, 5)
+        price, late, bicycles = rng.randint(12, 90), rng.randrange(5, 125, 5), rng.randint(0, 1)
         leg = Leg(
             train_id=train.train_id,
             train=train.name,
             kind=train.kind,
             departs=train.departs,
-            bicycles=rng.randint(0, 1),
+            bicycles=bicycles if train.kind == "regional" else 0,
             price=price,
             minutes_late=late if status == "travelled" else 0,
         )
@@ -481,5 +498,5 @@ def _booking(rng, kit, traveller_id, to) -> Booking:
         cabin=rng.choice(("first", "second", "second")),
         legs=tuple(legs),
         passengers=tuple(passengers),
-        compensated=rng.random() < 0.2,
+        compensated=rng.random() < 0.2 and status == "travelled",
     )

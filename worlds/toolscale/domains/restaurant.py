@@ -184,8 +184,8 @@ class Restaurant(Toolkit):
 
 
 @rule("Parties of 8 or more sit in the hall.")
-def small_party(table: Reservation) -> bool:
-    return table.seats < 8
+def large_in_hall(seats: int, area: Area) -> bool:
+    return seats < 8 or area == "hall"
 
 
 @rule("A table is given up three days ahead at the latest.")
@@ -193,7 +193,7 @@ def ahead(kit: Restaurant, table: Reservation) -> bool:
     return table.date >= kit.today + timedelta(3)
 
 
-@rule("The kitchen takes orders for tables from the day after tomorrow on.")
+@rule("The kitchen takes and changes orders for tables from the day after tomorrow on.")
 def kitchen(kit: Restaurant, table: Reservation) -> bool:
     return table.date >= kit.today + timedelta(2)
 
@@ -280,7 +280,7 @@ def terrace(scene: Scene, table: Reservation) -> Wish:
     return Wish(
         f"have {scene.name(table)} moved to the terrace",
         do=[("set_area", table.reservation_id, "terrace")],
-        rules=[small_party.of(table)],
+        rules=[large_in_hall.of(table.seats, "terrace")],
         facts=[(table.area == "window", "it is at the window now")],
         instead=[give_up, chair],
     )
@@ -292,7 +292,7 @@ def seats(scene: Scene, table: Reservation) -> Wish:
     return Wish(
         f"have {wanted} seats at {scene.name(table)}",
         do=[("set_seats", table.reservation_id, wanted)],
-        rules=[cap.of(wanted)],
+        rules=[cap.of(wanted), large_in_hall.of(wanted, table.area)],
         facts=[
             (table.hour >= "19:00", "it begins at 19:00 or later"),
             (table.occasion != "birthday", "it is not noted as a birthday"),
@@ -386,7 +386,7 @@ def draw(rng: Draw) -> Restaurant:
             )
     for guest_id in kit.guests:
         for _ in range(rng.randint(4, 7)):
-            key, is_held = rng.number("RES-"), rng.random() < 0.75
+            key, is_held, seats = rng.number("RES-"), rng.random() < 0.75, rng.randint(2, 8)
             orders = []
             for dish in rng.sample(list(kit.dishes.values()), rng.randint(1, 3)):
                 count = rng.randint(1, 4)
@@ -397,8 +397,8 @@ def draw(rng: Draw) -> Restaurant:
                 is_held,
                 date=rng.day(kit.today, 1, 16) if is_held else rng.day(kit.today, -60, -1),
                 hour=rng.one_of(Hour),
-                seats=rng.randint(2, 9),
-                area=rng.one_of(Area),
+                seats=seats,
+                area=rng.one_of(Area) if seats < 8 else "hall",
                 occasion=rng.one_of(Occasion),
                 deposit=rng.randint(10, 80),
                 bonus_spent=0,
