@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import random
+import re
 from dataclasses import asdict, fields, is_dataclass
 
 import pytest
@@ -73,6 +75,13 @@ def test_what_is_right_scores_1_and_all_else_0(drawn):
         assert added
 
 
+def test_a_hand_over_is_the_last_of_the_golden_calls(drawn):
+    domain, tasks = drawn
+    handovers = domain.of_kind("handover")
+    names = [[each["name"] for each in t["evaluation_criteria"]["actions"]] for t in tasks]
+    assert not any(name in handovers for calls in names for name in calls[:-1])
+
+
 def test_arguments_are_said_or_returned_and_answers_are_not_said(drawn):
     domain, tasks = drawn
     for task in tasks:
@@ -96,8 +105,12 @@ def test_the_schema_of_a_tool_is_what_pydantic_says_of_its_signature(drawn):
     assert [domain.of_kind(kind) != [] for kind in ("read", "write", "handover")] == [True] * 3
     for name, function in domain.functions.items():
         wanted = TypeAdapter(getattr(domain.start, name)).json_schema()
-        for shape in wanted["properties"].values():
+        told = inspect.getdoc(getattr(domain.start, name)).partition("\nArgs:\n")[2]
+        for argument, shape in wanted["properties"].items():
             del shape["title"]
+            if description := re.search(rf"^ +{argument}: (.+)$", told, re.MULTILINE):
+                shape["description"] = description[1]
+        assert told.count("\n") + bool(told) == str(wanted).count("'description'")
         assert function["function"]["parameters"] == wanted
         assert function["function"]["description"]
 

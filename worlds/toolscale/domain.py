@@ -35,6 +35,10 @@ CONFIRM = (
     "for the user's yes."
 )
 LOOK = "Look up what a wish is about before you do it or refuse it."
+REFUSE = (
+    "Refuse what a rule or a tool forbids: say so, and hand nobody over for it. Hand over only a "
+    "user who wants to speak with a person, when all else is done."
+)
 
 
 @dataclass
@@ -160,7 +164,7 @@ def _policy(domain) -> str:
     """The policy: who the agent is, the day, and the rules."""
     start = domain.start
     _, (identify, *_) = domain.identify(next(iter(start.tables[0].values())))
-    listed = [IDENTIFY.format(identify), CONFIRM, LOOK, *domain.rules]
+    listed = [IDENTIFY.format(identify), CONFIRM, LOOK, REFUSE, *domain.rules]
     lines = [introduction(start), "", *(f"- {each}" for each in listed)]
     return "\n".join(lines) + "\n"
 

@@ -187,7 +187,11 @@ class Clinic(Toolkit):
 
     @write
     def send_notes(self, appointment_id: str, by: By) -> By:
-        """Sends the notes of a visit that was kept to the patient."""
+        """Sends the notes of a visit that was kept to the patient.
+
+        Args:
+            by: the way in which the notes are sent
+        """
         visit = self.appointments[appointment_id]
         self.require(visit.status == "kept", "There are no notes.")
         self.change(self.appointments, visit, notes_sent=by)

@@ -146,6 +146,10 @@ class Railway(Toolkit):
         """Moves a leg of a confirmed booking, with its passengers and bicycles, to another train.
 
         Returns the departure of that train. The places in the old one stay taken.
+
+        Args:
+            train_id: the key of the leg's train, not its name
+            new_train_id: the key of the other train, not its name
         """
         booking, new = self.confirmed(booking_id), self.trains[new_train_id]
         leg, seats = self.leg(booking, train_id), len(booking.passengers)
@@ -178,7 +182,11 @@ class Railway(Toolkit):
 
     @write
     def add_bicycle(self, booking_id: str, train_id: str) -> int:
-        """Adds a bicycle to a leg; returns how many there are."""
+        """Adds a bicycle to a leg; returns how many there are.
+
+        Args:
+            train_id: the key of the leg's train, not its name
+        """
         booking, train = self.confirmed(booking_id), self.trains[train_id]
         leg = self.leg(booking, train_id)
         self.require(train.bicycle_spaces > 0, f"{train.name} has no bicycle space.")
@@ -198,6 +206,9 @@ class Railway(Toolkit):
         """Adds half the price of a late leg to the traveller's voucher, once a booking.
 
         Returns the voucher.
+
+        Args:
+            train_id: the key of the leg's train, not its name
         """
         booking = self.bookings[booking_id]
         leg = self.leg(booking, train_id)
