@@ -6,6 +6,8 @@ import pytest
 
 from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.errors import UserError
+from nanorchestra.model.tokenizer import train_bpe
+from nanorchestra.training.draft import VOCAB_SIZE, texts
 from nanorchestra.training.warm_start import demonstration
 from worlds.load import open_world
 from worlds.toolscale import small
@@ -38,13 +40,12 @@ def test_a_task_is_a_function_of_seed_split_and_number(world, tasks):
     assert len({*asked[:COUNT]} & {*asked[COUNT:]}) == 0 and len({*asked}) > 0.9 * len(asked)
 
 
-def test_prompts_and_golden_conversations_fit_a_small_context_and_score(
-    world, tasks, nano_tokenizer
-):
+def test_prompts_and_golden_conversations_fit_a_small_context_and_score(world, tasks):
+    tokenizer = train_bpe(texts(world, 600), VOCAB_SIZE)  # as a draft of these domains has
     for task in tasks:
         env = world.environment(task, 0)
         assert env.score("") == 0, "nothing done is never right"
-        shown = demonstration(teach(env), env, nano_tokenizer, RolloutSection())
+        shown = demonstration(teach(env), env, tokenizer, RolloutSection())
         assert env.score("") == 1 and env.over
         assert shown.prompt_length <= 820 and len(shown.ids) <= 1152
 
