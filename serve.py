@@ -2,7 +2,7 @@
 
     python serve.py                             the bundled nano at its desk
     python serve.py --ask "What is the code of order 512?"                  one question
-    python serve.py --model Qwen/Qwen3-0.6B     any question, with Python (docs/models.md)
+    python serve.py --model Qwen/Qwen3-0.6B     any question, with Python (docs/tools.md)
     python serve.py --model MODEL@URL           the same, of an OpenAI-compatible server
     python serve.py --model PATH --index DIR    and with search in an index
     python serve.py --model PATH --tools FILE   with tools and experts of yours (docs/tools.md)

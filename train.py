@@ -613,7 +613,7 @@ def build_player(config: Config, engine: Engine, temperature: float) -> Rollout:
         return player
     from nanorchestra.serving.agents import played_by
 
-    return played_by(agent, player, config.task.agent_timeout_s)  # docs/agents.md
+    return played_by(agent, player, config.task.agent_timeout_s)  # docs/training.md
 
 
 def reward_of_user(run: TrainingRun, world: World) -> UserReward | None:

@@ -34,12 +34,11 @@ from nanorchestra.records import Preference, Trajectory
 from nanorchestra.training.grpo import group_advantages
 from reward import group_rewards
 from worlds.desk import Desk
-from worlds.desk_ask import as_task
 
 NANO = Path(__file__).parents[1] / "assets" / "nano"
-QUESTION = "What is the rank of trial 372? Keep it cheap."
+TASK = 37  # of the training tasks, which the page follows
 ATTEMPTS = 8
-ROUNDING = 1e-4  # nats, or units of a key: the engine computes in float32, plain code in float64
+ROUNDING = 1e-3  # nats, or units of a key: the engine computes in float32, plain code in float64
 HOT = 2.0  # temperature: draws unlikely tokens too, whose log-probabilities are far from 0
 
 
@@ -111,7 +110,8 @@ def largest_gap(plain: Tensor, found) -> float:
 
 def prompt_ids(tokenizer: Tokenizer) -> list[int]:
     """Returns the ids of the walk's prompt: the tools of the desk, and the question."""
-    env = Desk(0, None).environment(as_task(QUESTION, Preference()), 0)
+    desk = Desk(0, None)
+    env = desk.environment(desk.task("train", TASK), 0)
     return chat.encode(tokenizer, env.messages, env.tools)
 
 

@@ -70,13 +70,13 @@ class TaskSection:
     # share of the demonstrations in small databases that do one thing wrong, 0 to 1
     spoiled: float = 0.0
     user: str = ""  # expert of the catalogue that plays the users of domains; empty: a script
-    # of rows without one: words, weights and limits (docs/questions.md); drawn: another for each
+    # of rows without one: words, weights and limits (docs/worlds.md); drawn: another for each
     # task, from which obedience is learned; empty: none
     preference: str = DRAWN
     # FILE.py:FUNCTION, a function of yours that pays the attempts of a group in place of reward.py
     # (docs/worlds.md)
     reward: str = ""
-    # what plays the attempts in place of our loop: FILE.py:FUNCTION (docs/agents.md)
+    # what plays the attempts in place of our loop: FILE.py:FUNCTION (docs/training.md)
     agent: str = ""
     agent_timeout_s: float = 600.0  # seconds that an agent has for an attempt, beside the policy's
 

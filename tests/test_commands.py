@@ -43,7 +43,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 ASSIGNED = re.compile(r"[A-Z_]+=")
 TORCHRUN = re.compile(r"torchrun --nproc-per-node \d+ ")
 RUN = {
-    "python serve.py --ask 'What is the code of order 512?'",
+    "python serve.py --ask 'What is the code of parcel 350? Keep it cheap.'",
     "python serve.py --ask 'What is 47 * 6?'",
     "python evaluate.py --policy router oracle-router program perfect",
     "python train.py --plan --config qwen3-8b --gpus 8",
@@ -56,7 +56,6 @@ PARSED = {  # the beginning of a command, and why it is not run whole
     "python evaluate.py": "needs checkpoints, questions or endpoints of the reader",
     "python serve.py": "a prompt, a server (test_clients_of_the_server), or a model of the hub",
     "python data_gen.py": "10,000 tasks; tests/worlds/test_toolscale_generate.py makes some",
-    "python tools.py index docs/": "as the same command without the slash, which is run",
     "python tools.py index corpus.jsonl": "needs a corpus of the reader and a GPU",
     "python tools.py serve-index": "a server; tests/serving/test_retrieval.py runs one",
     "python benchmarks/": "minutes; .ci/run rehearses the day on a GPU",
@@ -78,22 +77,22 @@ NOT_TRIED = {  # the beginning of a command, and why it is not tried
 }
 YOURS = {  # files of the reader, and the page that says what is in them
     "mine.toml": "docs/tools.md",
-    "judge.toml": "docs/real-run.md",
-    "my_tools.json": "docs/questions.md",
+    "judge.toml": "docs/training.md",
+    "my_tools.json": "docs/worlds.md",
     "my_tools.py": "docs/tools.md",
     "toolorchestra_tools.json": "docs/tools.md",
-    "catalogue.json": "docs/toolscale.md",
-    "library.py": "docs/toolscale.md",
+    "catalogue.json": "docs/worlds.md",
+    "library.py": "docs/worlds.md",
     "log.jsonl": "docs/evaluate.md",
     "make24.py": "docs/worlds.md",
-    "frames.jsonl": "docs/questions.md",
+    "frames.jsonl": "docs/worlds.md",
     "q.jsonl": "docs/tools.md",
-    "corpus.jsonl": "docs/search.md",
-    "general_thought.jsonl": "docs/real-run.md",
-    "data.jsonl": "docs/toolscale.md",
+    "corpus.jsonl": "docs/tools.md",
+    "general_thought.jsonl": "docs/training.md",
+    "data.jsonl": "docs/worlds.md",
     "questions.txt": "docs/serve.md",
     "answers.jsonl": "docs/serve.md",
-    "runs/trace.jsonl": "docs/real-run.md",
+    "runs/trace.jsonl": "docs/training.md",
 }
 COMPARED = {  # how the transcripts begin that are compared
     "README.md": ["$ .venv/bin/python serve.py --ask"],

@@ -72,7 +72,7 @@ def note_on_tools(model: str, world: str, setting: str) -> str:
     name = model or "a model of random weights"
     return (
         f"{name} knows the desk at most, not the tools of {world}: expect few right answers. "
-        f"Name a model that calls tools by {setting}, say Qwen/Qwen3-0.6B (docs/models.md)"
+        f"Name a model that calls tools by {setting}, say Qwen/Qwen3-0.6B (docs/tools.md)"
     )
 
 

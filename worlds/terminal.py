@@ -45,7 +45,7 @@ FRIENDLY = (
 )
 STRANGE = (
     "this model knows only the desk: it cannot use other tools. Leave out --tools and "
-    "--index, or give another --model (docs/models.md)"
+    "--index, or give another --model (docs/tools.md)"
 )
 
 

@@ -8,7 +8,7 @@ that says something else begins a new prompt of the same trajectory, another sam
     POST /v1/chat/completions           the next turn; the run decides temperature and seed
     POST /v1/attempts/KEY/calls         runs tools of the task, and bills them
 
-docs/agents.md has a whole agent, and what becomes of one that fails, hangs or floods the run.
+docs/training.md has a whole agent, and what becomes of one that fails, hangs or floods the run.
 """
 
 import asyncio

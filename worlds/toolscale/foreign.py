@@ -133,6 +133,6 @@ def load_foreign(directory: Path, called: Collection[str] = ()) -> Domain:
         raise UserError(
             f"{directory}: the code of its tools cannot be used ({cause}); it must be domain.py as "
             f"data_gen.py writes it, toolkit.py{methods}, or a package tau2 that has this domain "
-            "(docs/toolscale.md)"
+            "(docs/worlds.md)"
         ) from None
     return Domain(directory.name, ForeignKit(toolkit, schemas), policy)

@@ -1,6 +1,6 @@
 """The forms of the files that users write: tau2's tasks, and rows with experts.
 
-docs/toolscale.md describes them. tau2's tasks may hold more than stands here.
+docs/worlds.md describes them. tau2's tasks may hold more than stands here.
 """
 
 from typing import Annotated, Literal, Required
