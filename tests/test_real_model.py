@@ -83,6 +83,6 @@ def test_an_adapter_learns_a_demonstration_and_is_saved_merged(adopted, sandbox,
     assert kind["model_type"] == "llama" and kind["dtype"] == "bfloat16"
     again, _ = load_model(tmp_path / "trained", dtype="bfloat16")
     trainer = Trainer(again, vocab_limit=tokenizer.vocab_size)
-    trainer.compute_old_logprobs(groups)
+    trainer.compute_first_logprobs(groups, 1.0)
     (sample,) = samples_in(groups)
-    assert -sum(sample.old_logprobs) / sample.count < losses[0]
+    assert -sum(sample.first_logprobs) / sample.loss_ids < losses[0]
