@@ -484,7 +484,7 @@ def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tm
         world = questions_of(NANO, str(tmp_path / "tools.toml"), index, sandbox)
         script = [
             think("t", "python", code="6 * 7"),
-            think("t", "search", query="prefix sharing of pages"),
+            think("t", "search", query="the scheduler admits a request to its pages"),
             think("t", content="42"),
             think("t", "sage", task="what?"),
             think("t", content="done"),

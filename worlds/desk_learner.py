@@ -105,7 +105,8 @@ class Linear:
     def features(self, seen: Situation, choice: str) -> list[Hashable]:
         """Returns the features of a choice."""
         said = list(seen.step.said.values())
-        names = ["always", seen.task.preference.name, len(said), len(set(said)) < len(said)]
+        names = ["always", seen.task.preference.name, f"{len(said)} answered"]
+        names += ["two agree"] * (len(set(said)) < len(said))
         names += [f"asked {name}" for name in seen.step.said]
         for kind, text in (("note", seen.note), ("last", seen.last)):
             words = re.findall("[A-Za-z]+|#", masked(text))

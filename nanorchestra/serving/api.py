@@ -733,7 +733,8 @@ def refusal(error: Exception) -> tuple[int, Refusal]:
 async def refuse(request: Request, error: Exception) -> Response:
     """Returns the response for an exception."""
     status, body = refusal(error)
-    return JSONResponse(body, status)
+    # Uvicorn closes the connection after an exception that is not ours: a client must not reuse it.
+    return JSONResponse(body, status, {"connection": "close"} if status == 500 else None)
 
 
 def answer(body: AnyRequest, chunks: AsyncIterator[Json]) -> Response:
