@@ -6,8 +6,9 @@ words are tables, and which expert knows which matter, is said nowhere: a policy
 rewards. A policy that decides on the prompt alone is right in about a third of the tasks, since the
 others need a result as an argument of the next call.
 
-`Desk` is the world: its tasks, and the environment of an attempt. `teach` demonstrates the form of
-an attempt for a warm start. Its choices are random, so that nothing of what pays is shown.
+`Desk` is the world: its tasks, and the environment of an attempt. `teach` demonstrates for a warm
+start how notes are read and calls are written. What to do next it draws at random, so that neither
+the tables nor what an expert knows is shown.
 """
 
 import math
@@ -125,6 +126,7 @@ class Desk:
     def environment(self, task: Task, seed: int) -> ToolEnvironment:
         """Returns one attempt at a task; `seed` decides what the simulated experts say."""
         data = task.data
+        # All words are tables of the records, so that an error does not tell which ones have rows.
         tables = {word: data["notes"].get(word, {}) for word in WORDS}
         terms = f"{STEP:02d}c {STEP:02d}s"
         tools = [
@@ -149,7 +151,7 @@ class AskTool(Tool):
     """Asks a simulated expert about a matter such as "trial 388"; it says how sure it is.
 
     `offers` are the US cents and seconds of each expert, `answers` those of the task's matters. A
-    question about anything else gets a wrong answer.
+    question about anything else gets a number at random.
     """
 
     name, kind, blocking = "ask", "expert", False
@@ -188,19 +190,19 @@ class AskTool(Tool):
     def _expert(self, expert: str, question: str) -> SimulatedExpert:
         cents, seconds = self.offers[expert]
         matter = " ".join(question.split())
-        known = self.answers.get(matter)
-        right = SKILLS[expert][SUBJECT[matter.split()[0]]] if known else 0.0
+        answer = self.answers.get(matter)  # None: no matter of this task
+        right = SKILLS[expert][SUBJECT[matter.split()[0]]] if answer else 0.0
         return SimulatedExpert(
-            expert,
-            self.description,
-            Skill(right, UNSURE_IF_RIGHT, UNSURE_IF_WRONG),
-            str(known),
-            tuple(str(number) for number in range(10, 100) if number != known),
-            Price(0.0, cents / 100 * 1e6 / EXPERT_TOKENS),
-            0,
-            EXPERT_TOKENS,
-            float(seconds),
-            f"{self.seed}/{matter}",
+            name=expert,
+            description=self.description,
+            skill=Skill(right, UNSURE_IF_RIGHT, UNSURE_IF_WRONG),
+            gold=str(answer),
+            wrong=tuple(str(number) for number in range(10, 100) if number != answer),
+            price=Price(0.0, cents / 100 * 1e6 / EXPERT_TOKENS),
+            input_tokens=0,
+            output_tokens=EXPERT_TOKENS,
+            latency_s=float(seconds),
+            seed=f"{self.seed}/{matter}",
         )
 
 
@@ -369,7 +371,7 @@ def teach(env: ToolEnvironment, rng: random.Random) -> list[Lesson]:
         call = step.call(choice)
         result = env.by_name[call.name].call(call.arguments)
         lessons.append(Lesson(text, call=call, result=result, logprob=logprob))
-        step = follow(step, choice, result)
+        step = after_call(step, choice, result)
 
 
 def thought(task: Task, step: Step, choice: str) -> str:
@@ -387,7 +389,7 @@ def thought(task: Task, step: Step, choice: str) -> str:
     return ". ".join(filter(None, [" ".join([wish, *left]), said, about]))
 
 
-def follow(step: Step, choice: str, result: ToolResult) -> Step:
+def after_call(step: Step, choice: str, result: ToolResult) -> Step:
     """Returns the next step after a call: what the result names, or the same with what was said."""
     text, tried = result.content, [*step.tried, choice]
     if result.error:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from nanorchestra.records import Task, ToolResult
-from worlds.desk import EXPERTS, MOST_CALLS, Desk, Step, asked, follow, ranked
+from worlds.desk import EXPERTS, MOST_CALLS, Desk, Step, after_call, asked, ranked
 from worlds.metrics import score
 from worlds.programs import Program, play_program
 
@@ -54,7 +54,7 @@ class Situation:
     def after(self, choice: str, result: ToolResult) -> "Situation":
         """Returns the situation after a call."""
         read = result.content if choice == "records" and not result.error else self.note
-        step = follow(self.step, choice, result)
+        step = after_call(self.step, choice, result)
         return Situation(self.task, read, result.content, step, self.calls + 1)
 
     def answer(self) -> str:
