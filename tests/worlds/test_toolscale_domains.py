@@ -142,11 +142,73 @@ def test_every_wish_can_be_had_and_every_rule_forbids_and_allows(drawn):
     assert vain(drawn[0]) == []
 
 
+def bank_breaks(kit):
+    """Yields which sentences of the bank's policy its records break."""
+    for account in kit.accounts.values():
+        if any(fee.waived and fee.what == "late fee" for fee in account.fees):
+            yield "a late fee that was given back"
+    for payment in kit.payments.values():
+        if payment.status == "disputed" and payment.amount < 15:
+            yield "a dispute about less than $15"
+
+
+def clinic_breaks(kit):
+    for visit in kit.appointments.values():
+        field = kit.doctors[visit.doctor_id].field
+        if field not in ("general", kit.patients[visit.patient_id].referral):
+            yield f"an appointment in {field} without a referral"
+
+
+def ecommerce_breaks(kit):
+    for order in kit.orders.values():
+        is_member = kit.customers[order.customer_id].plus
+        if order.shipping == "express" and not is_member:
+            yield "express shipping without plus"
+        if max(line.quantity for line in order.lines) > 4 and not is_member:
+            yield "more than 4 pieces without plus"
+        if order.shipping_refunded and (order.delivered_on - order.placed_on).days <= 6:
+            yield "a shipping fee paid back for a delivery in time"
+
+
+def railway_breaks(kit):
+    for booking in kit.bookings.values():
+        if any(leg.bicycles and leg.kind != "regional" for leg in booking.legs):
+            yield "a bicycle in a train that is not regional"
+        if len({leg.train_id for leg in booking.legs}) < len(booking.legs):
+            yield "two legs on a train"
+        if booking.compensated and max(leg.minutes_late for leg in booking.legs) < 60:
+            yield "compensation for less than an hour"
+
+
+def restaurant_breaks(kit):
+    for table in kit.reservations.values():
+        if table.seats > 8 or table.high_chairs > 2:
+            yield "more than 8 people or 2 high chairs at a table"
+        if table.seats == 8 and table.area != "hall":
+            yield "a party of 8 outside of the hall"
+        allergy = kit.guests[table.guest_id].allergy
+        if allergy in {kit.dishes[order.dish_id].contains for order in table.orders} - {"none"}:
+            yield f"a dish with {allergy} for a guest with that allergy"
+
+
+def university_breaks(kit):
+    for student in kit.students.values():
+        mine = [each for each in kit.transcript(student.student_id) if each.running]
+        if not student.credits_now == sum(each.credits for each in mine) <= 30:
+            yield f"{student.credits_now} credits"
+        if student.exchange and any(each.grading != "letter" for each in mine):
+            yield "an exchange student graded pass or fail"
+    for enrolment in kit.enrolments.values():
+        needs = kit.courses[enrolment.course_id].needs
+        if needs not in ("nothing", *kit.students[enrolment.student_id].passed):
+            yield f"a course that needs {needs} without it"
+
+
 NEED_NOTICE = ("refund_booking", "rebook_leg", "rename_passenger")
 
 
-def railway_breaks(before, calls, kit):
-    """Yields which sentences of the railway's policy the calls or the records break."""
+def railway_misses(before, calls, kit):
+    """Yields what calls of the railway break, beside what their records show."""
     for name, booking_id, *_ in calls:
         is_near = name in NEED_NOTICE and (before.bookings[booking_id].date - kit.today).days < 2
         if is_near:
@@ -156,24 +218,12 @@ def railway_breaks(before, calls, kit):
             taken -= sum(each.seats_left for each in kit.trains.values())
             if taken != len(kit.bookings[booking_id].passengers):
                 yield f"{taken} seats for {kit.bookings[booking_id].passengers}"
-    for booking in kit.bookings.values():
-        if any(leg.bicycles and leg.kind != "regional" for leg in booking.legs):
-            yield "a bicycle in a train that is not regional"
-        if len({leg.train_id for leg in booking.legs}) < len(booking.legs):
-            yield "two legs on a train"
 
 
-def restaurant_breaks(before, calls, kit):
-    for table in kit.reservations.values():
-        if table.seats > 8:
-            yield "more than 8 people at a table"
-        if table.seats == 8 and table.area != "hall":
-            yield "a party of 8 outside of the hall"
-
-
-@pytest.mark.parametrize("breaks", [railway_breaks, restaurant_breaks])
-def test_what_is_allowed_keeps_the_policy_as_it_is_written(breaks):
-    domain = build(breaks.__name__.partition("_")[0], 7)
+def test_records_and_what_is_allowed_keep_the_policy_as_it_is_written(drawn):
+    domain, _ = drawn
+    breaks = globals()[f"{domain.name}_breaks"]
+    assert list(breaks(domain.start)) == []
     done = set()
     for seed in range(600):
         rng = random.Random(seed)
@@ -185,8 +235,33 @@ def test_what_is_allowed_keeps_the_policy_as_it_is_written(breaks):
         if wish.allowed:
             scene.act(wish)
             done.update(name for name, *_ in wish.do)
-            assert list(breaks(domain.start, wish.do, scene.kit)) == [], wish.want
+            assert list(breaks(scene.kit)) == [], wish.want
+            if domain.name == "railway":
+                assert list(railway_misses(domain.start, wish.do, scene.kit)) == [], wish.want
     assert done == {*domain.of_kind("write"), *domain.of_kind("handover")}
+
+
+def changed(before, after):
+    """The places of the records that are not the same, but for the users'."""
+    return {
+        (place, key)
+        for place, (old, new) in enumerate(zip(before.tables, after.tables, strict=True))
+        for key in old.keys() | new.keys()
+        if place and old.get(key) != new.get(key)
+    }
+
+
+def test_each_golden_write_changes_records_that_no_other_does(drawn):
+    """A new value is never the present one, and no two wishes are about one record."""
+    domain, tasks = drawn
+    for task in tasks:
+        kit, written = domain.start.copy(), set()
+        for action in task["evaluation_criteria"]["actions"]:
+            before = kit.copy()
+            kit.call(action["name"], action["arguments"])
+            assert kit != before or domain.kinds[action["name"]] != "write", task["id"]
+            assert not changed(before, kit) & written, task["id"]
+            written |= changed(before, kit)
 
 
 def test_words_for_a_record_fit_no_other_of_the_user(drawn):

@@ -1,10 +1,10 @@
 """Proves tasks: says why a task is not fit for training.
 
-Golden calls must run. Every golden argument must stand in the user's text, or an earlier golden
-call must have returned it; no answer may stand in the text. Nothing done, a write with an argument
-altered, and one left out must score 0. An agent that does all that is right must get there with the
-scripted user. That the user's words for a record fit no other of its records is so by construction
-(wishes.py).
+Golden calls must run, and golden writes change something. Every golden argument must stand in the
+user's text, or an earlier golden call must have returned it; no answer may stand in the text.
+Nothing done, a write with an argument altered, and one left out must score 0. An agent that does
+all that is right must get there with the scripted user. That the user's words for a record fit no
+other of its records is so by construction (wishes.py).
 """
 
 import random
@@ -45,8 +45,10 @@ def verify(domain: Domain, task: Json) -> str | None:
         return "the answer is in the text"
     if scorer.score([]):
         return "solved by doing nothing"
+    writes = [p for p, (name, _) in enumerate(golden) if domain.kinds[name] == "write"]
+    if not {*writes} <= {*scorer.effects}:
+        return "a golden write changes nothing"
     rng = random.Random(task["id"])
-    writes = [p for p in scorer.effects if domain.kinds[golden[p][0]] == "write"]
     for place in writes:
         wrong = altered(domain, golden[place], rng)
         for instead, how in ((wrong, "with an argument altered"), (None, "with a write left out")):

@@ -74,7 +74,7 @@ class Payment:
     status: Literal["booked", "pending", "disputed"]
     abroad: bool
     place: str
-    reason: str
+    reason: Reason | None
 
     def names(self) -> list[str]:
         return [
@@ -310,7 +310,7 @@ orders = Mine(find="client_orders", look="standing_order")
 @wish(accounts)
 def move(scene: Scene, account: BankAccount) -> Wish:
     others = [a for a in accounts.all(scene.kit, scene.key) if a.kind != account.kind]
-    target, amount = scene.choose(others), 50 * scene.rng.randint(1, 30)
+    target, amount = scene.choose_unused(others), 50 * scene.rng.randint(1, 30)
     to = target.names()[0 if scene.keys else 1]
     return Wish(
         f"move ${amount} from {scene.name(account)} to {to}",
@@ -390,7 +390,7 @@ def unfreeze(scene: Scene, card: Card) -> Wish:
 
 @wish(cards)
 def limit(scene: Scene, card: Card) -> Wish:
-    wanted = 100 * round(card.limit * scene.rng.uniform(1.2, 3) / 100)
+    wanted = 100 * round(card.limit * scene.rng.uniform(1.3, 3) / 100)
     return Wish(
         f"have the limit of {scene.name(card)} set to ${wanted}",
         do=[("set_card_limit", card.card_id, wanted)],
@@ -431,7 +431,7 @@ def end(scene: Scene, order: StandingOrder) -> Wish:
 
 @wish(orders)
 def lower(scene: Scene, order: StandingOrder) -> Wish:
-    amount = round(order.amount * scene.rng.uniform(0.4, 0.9)) or 1
+    amount = round(order.amount * scene.rng.uniform(0.4, 0.9))
     return Wish(
         f"have {scene.name(order)} lowered to ${amount}",
         do=[("set_order_amount", order.order_id, amount)],
@@ -522,7 +522,8 @@ def _account(rng, client_id, kind) -> BankAccount:
     key = rng.number("DE", 7)
     fees = []
     for what in rng.sample(get_args(FeeKind), rng.randint(1, 3)):
-        fees.append(Fee(what, rng.randint(3, 30), rng.random() < 0.2))
+        is_waived = what != "late fee" and rng.random() < 0.2
+        fees.append(Fee(what, rng.randint(3, 30), is_waived))
     return BankAccount(
         key,
         client_id,
@@ -548,16 +549,18 @@ def _card(rng, client_id) -> Card:
 
 
 def _payment(rng, today, client_id, merchant) -> Payment:
+    status = rng.choice(("booked", "booked", "booked", "pending", "disputed"))
+    is_disputed = status == "disputed"
     return Payment(
         rng.number("TX", 7),
         client_id,
         merchant,
         on=rng.day(today, -90, -1),
-        amount=rng.randint(4, 120),
-        status=rng.choice(("booked", "booked", "booked", "pending", "disputed")),
+        amount=rng.randint(15 if is_disputed else 4, 120),
+        status=status,
         abroad=rng.random() < 0.4,
         place=rng.name(CITIES),
-        reason="",
+        reason=rng.one_of(Reason) if is_disputed else None,
     )
 
 

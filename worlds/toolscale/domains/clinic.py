@@ -289,8 +289,9 @@ def book(scene: Scene) -> Wish:
 
 @wish(coming)
 def move(scene: Scene, visit: Appointment) -> Wish:
-    doctor = scene.kit.doctors[visit.doctor_id]
-    slot = scene.choose(doctor.slots)
+    doctor = scene.choose_unused([scene.kit.doctors[visit.doctor_id]])
+    times = [s for s in doctor.slots if (s.date, s.time) != (visit.date, visit.time)]
+    slot = scene.choose(times)
     return Wish(
         f"have {scene.name(visit)} moved to {spoken(slot.date)} at {slot.time}",
         do=[("move_appointment", visit.appointment_id, slot.slot_id)],
@@ -411,30 +412,30 @@ CONTROLLED = ("tramadol", "lorazepam", "codeine", "diazepam")
 def draw(rng: Draw) -> Clinic:
     """Draws the patients, the doctors with their slots, the appointments and prescriptions."""
     kit, people = Clinic(rng.today(), {}, {}, {}, {}), rng.people(57)
-    for name in people[45:]:
+    for field, name in zip(get_args(Field) * 4, people[45:], strict=True):
         key = rng.number("D", 4)
         kit.doctors[key] = Doctor(
             key,
             f"Dr. {name}",
-            field=rng.one_of(Field),
+            field=field,
             room=rng.number("R", 3),
             fee=rng.randrange(20, 150, 5),
-            slots=tuple(_slot(rng, kit.today) for _ in range(4)),
+            slots=_slots(rng, kit.today),
         )
     for name in people[:45]:
-        key, by = rng.number("P", 6), rng.one_of(By)
-        kit.patients[key] = Patient(
+        key = rng.number("P", 6)
+        patient = kit.patients[key] = Patient(
             key,
             name,
             born=rng.randint(1940, 2006),
             insurance=rng.one_of(Insurance),
             referral=rng.one_of(Referral),
             missed_visits=rng.choice((0, 1, 2, 3)),
-            contact_by=by,
+            contact_by=rng.one_of(By),
             pharmacy=rng.one_of(Pharmacy),
         )
         for _ in range(rng.randint(3, 5)):
-            visit = _appointment(rng, kit, key)
+            visit = _appointment(rng, kit, patient)
             kit.appointments[visit.appointment_id] = visit
         for name in rng.sample(rng.of_split(DRUGS), rng.randint(2, 4)):
             drug = _prescription(rng, kit.today, key, name)
@@ -442,18 +443,22 @@ def draw(rng: Draw) -> Clinic:
     return kit
 
 
-def _slot(rng, today) -> Slot:
-    day, time = rng.day(today, 1, 20), rng.one_of(Time)
-    return Slot(rng.number("S"), day, time, rng.random() < 0.65)
+def _slots(rng, today) -> tuple[Slot, ...]:
+    slots = []
+    for days in rng.sample(range(1, 21), 4):
+        is_free = rng.random() < 0.65
+        slots.append(Slot(rng.number("S"), today + timedelta(days), rng.one_of(Time), is_free))
+    return tuple(slots)
 
 
-def _appointment(rng, kit, patient_id) -> Appointment:
-    key, doctor = rng.number("V", 6), rng.choice(list(kit.doctors.values()))
+def _appointment(rng, kit, patient) -> Appointment:
+    doctors = [doctor for doctor in kit.doctors.values() if referred.kept(patient, doctor)]
+    key, doctor = rng.number("V", 6), rng.choice(doctors)
     status = rng.choice(("booked", "booked", "booked", "kept", "kept", "cancelled"))
     day = rng.day(kit.today, 0, 14) if status == "booked" else rng.day(kit.today, -60, -1)
     return Appointment(
         key,
-        patient_id,
+        patient.patient_id,
         doctor.doctor_id,
         doctor=doctor.name,
         status=status,

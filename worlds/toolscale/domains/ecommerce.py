@@ -361,7 +361,7 @@ def give_back(scene: Scene, order: PurchaseOrder) -> Wish:
 def colour(scene: Scene, order: PurchaseOrder) -> Wish:
     line = scene.choose(order.lines)
     others = [p for p in scene.kit.variants(line.name) if p.colour != line.colour]
-    new = scene.choose(others)
+    new = scene.choose_unused(others)
     has_enough = new.stock >= line.quantity
     return Wish(
         f"exchange {line.words} from {scene.name(order)} for a {new.colour} one",
@@ -494,15 +494,16 @@ def _order(rng, kit, customer) -> PurchaseOrder:
             settled="",
         )
         lines.append(line)
-    return PurchaseOrder(
+    order = PurchaseOrder(
         key,
         customer.customer_id,
         status,
         placed_on=placed,
         delivered_on=arrived,
         lines=tuple(lines),
-        shipping=rng.one_of(Method),
+        shipping=rng.one_of(Method) if customer.plus else "standard",
         city=rng.name(CITIES),
         paid_with=rng.choice(customer.payment_methods).method_id,
-        shipping_refunded=rng.random() < 0.1,
+        shipping_refunded=False,
     )
+    return replace(order, shipping_refunded=delivered_late.kept(order) and rng.random() < 0.2)

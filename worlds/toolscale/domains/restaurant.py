@@ -64,12 +64,14 @@ class Reservation:
         return sum(order.amount for order in self.orders) - self.bonus_spent
 
     def names(self) -> list[str]:
-        return [
+        words = [
             f"reservation {self.reservation_id}",
             f"your table on {spoken(self.date)}",
             f"the table for {self.seats} at {self.hour}",
-            f"the {self.occasion} dinner in the {self.area} area",
         ]
+        if self.occasion != "none":
+            words.append(f"the {self.occasion} dinner in the {self.area} area")
+        return words
 
 
 @dataclass
@@ -384,11 +386,12 @@ def draw(rng: Draw) -> Restaurant:
                 portions_left=rng.randrange(20),
                 minutes=rng.randrange(5, 60, 5),
             )
-    for guest_id in kit.guests:
+    for guest_id, guest in kit.guests.items():
+        dishes = [dish for dish in kit.dishes.values() if harmless.kept(guest, dish)]
         for _ in range(rng.randint(4, 7)):
             key, is_held, seats = rng.number("RES-"), rng.random() < 0.75, rng.randint(2, 8)
             orders = []
-            for dish in rng.sample(list(kit.dishes.values()), rng.randint(1, 3)):
+            for dish in rng.sample(dishes, rng.randint(1, 3)):
                 count = rng.randint(1, 4)
                 orders.append(Order(dish.dish_id, dish.name, count, dish.price * count))
             kit.reservations[key] = Reservation(

@@ -241,7 +241,7 @@ missed = Mine(find="transcript", look="enrolment", where=lambda e: e.running and
 
 @wish()
 def join(scene: Scene) -> Wish:
-    mine = {enrolment.course_id for enrolment in everything.all(scene.kit, scene.key)}
+    mine = {enrolment.course_id for enrolment in everything.all(scene.start, scene.key)}
     courses = [c for c in scene.kit.courses.values() if c.course_id not in mine]
     course = scene.choose_unused(courses)
     return Wish(
@@ -315,8 +315,7 @@ def excuse(scene: Scene, enrolment: Enrolment) -> Wish:
 
 @wish()
 def paper(scene: Scene) -> Wish:
-    papers = {"enrolment": "a proof of enrolment", "transcript": "a transcript", "fees": "fees"}
-    kind = scene.choose([kind for kind in papers if kind not in scene.me.papers])
+    kind = scene.choose([kind for kind in get_args(Paper) if kind not in scene.me.papers])
     return Wish(
         f'have a paper of the kind "{kind}" printed',
         do=[("issue_paper", scene.key, kind)],
@@ -375,32 +374,35 @@ def draw(rng: Draw) -> University:
                 key,
                 f"{form} {subject}",
                 credits=rng.choice((3, 6, 9)),
-                needs=rng.choice(("nothing", "nothing", *AREAS)),
+                needs="nothing" if form == FORMS[0] else rng.choice(("nothing", *AREAS)),
                 places=rng.randint(0, 6),
                 weekday=rng.one_of(Weekday),
                 room=rng.number("H", 3),
             )
     for name in rng.people(45):
-        key, mine = rng.number("s", 7), {}
-        for course in rng.sample(list(kit.courses.values()), rng.randint(4, 6)):
-            enrolment = _enrolment(rng, kit.today, key, course)
-            mine[enrolment.enrolment_id] = enrolment
-        kit.enrolments.update(mine)
-        kit.students[key] = Student(
+        key = rng.number("s", 7)
+        student = kit.students[key] = Student(
             key,
             name,
             entry_year=rng.randint(2019, 2025),
             hold=rng.choice(("none", "none", "library", "tuition")),
-            credits_now=sum(each.credits for each in mine.values() if each.running),
+            credits_now=0,
             passed=tuple(rng.sample(AREAS, 2)),
             exchange=rng.random() < 0.4,
             papers=(),
         )
+        courses = [course for course in kit.courses.values() if prepared.kept(student, course)]
+        for course in rng.sample(courses, rng.randint(4, 5)):
+            enrolment = _enrolment(rng, kit.today, kit.students[key], course)
+            kit.enrolments[enrolment.enrolment_id] = enrolment
+            if enrolment.running:
+                kit.add_credits(key, course.credits)
     return kit
 
 
-def _enrolment(rng, today, student_id, course) -> Enrolment:
-    key, is_running = rng.number("E", 6), rng.random() < 0.7
+def _enrolment(rng, today, student, course) -> Enrolment:
+    key = rng.number("E", 6)
+    is_running = within_load.kept(student, course) and rng.random() < 0.7
     since = rng.day(today, -28, -2) if is_running else rng.day(today, -250, -150)
     marks = []
     for piece in rng.sample(get_args(Piece), rng.randint(1, 3)):
@@ -408,13 +410,13 @@ def _enrolment(rng, today, student_id, course) -> Enrolment:
         marks.append(Mark(piece, rng.randint(30, 98), rng.day(today, -20, -1), reviewed))
     return Enrolment(
         key,
-        student_id,
+        student.student_id,
         course.course_id,
         course=course.name,
         credits=course.credits,
         running=is_running,
         since=since,
-        grading=rng.choice(("letter", "letter", "pass_or_fail")),
+        grading="letter" if student.exchange else rng.one_of(Grading),
         absences=rng.randint(0, 6),
         marks=tuple(marks),
     )
