@@ -9,7 +9,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,13 +72,19 @@ def _reading(path) -> Iterator[None]:
         raise UserError(f"{path}: not a text file in UTF-8 ({error})") from None
 
 
-def append_line(path: str | Path, line: str) -> None:
-    """Adds a line to a file. UserError if the place cannot be written."""
+@contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Raises UserError, which names the file, if the system refuses to write it."""
     try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        yield
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+
+
+def append_line(path: str | Path, line: str) -> None:
+    """Adds a line to a file. UserError if the place cannot be written."""
+    with writing(path), open(path, "a", encoding="utf-8") as file:
+        file.write(line + "\n")
 
 
 def write_whole(path: str | Path, data: bytes | str) -> None:
@@ -105,12 +111,15 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
 def replace_directory(path: str | Path) -> Iterator[Path]:
     """Yields a new directory, which takes the place of `path` if the block ends without an error.
 
-    A reader sees the old directory or the new one, whole. UserError if the place cannot be written.
+    A reader sees the old directory or the new one, whole, or for a moment none. A kill in that
+    moment leaves the old one aside, and the next call puts it back. UserError if the place cannot
+    be written.
     """
     path = Path(path).resolve()
     aside, previous = (path.with_name(f".{path.name}.{part}") for part in ("partial", "previous"))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _put_back(previous, path)
         for leftover in (aside, previous):  # of a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir()
@@ -126,6 +135,14 @@ def replace_directory(path: str | Path) -> Iterator[Path]:
         raise UserError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):
+            _put_back(previous, path)
+
+
+def _put_back(previous, path):
+    """Renames the old directory back, where the new one did not follow."""
+    if previous.exists() and not path.exists():
+        previous.rename(path)
 
 
 def sync(path: str | Path) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import tomli_w
 
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import append_line, read_json, sync, write_whole
+from nanorchestra.files import append_line, read_json, sync, write_whole, writing
 from nanorchestra.schemas import Json
 
 LOGS = ("metrics", "trajectories")
@@ -34,21 +35,28 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, config_text: str) -> RunFolder:
-        """Makes the directory with config.toml in it. UserError if it exists or cannot be made."""
+        """Makes the directory, with config.toml in it from the first.
+
+        UserError if it cannot be made, or exists and is not empty.
+        """
         path = Path(path)
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
         try:
-            path.mkdir(parents=True)
+            aside.mkdir(parents=True)
+            cls(aside).write_config(config_text)
+            aside.rename(path)
         except OSError as error:
-            if not isinstance(error, FileExistsError):
+            if not path.exists():
                 advice = f"{path.parent} must be a directory that can be written"
             elif (path / "config.toml").is_file():
                 advice = "resume that run or choose another run name"
             else:
                 advice = "it holds no run; choose another run name"
             raise UserError(f"{path}: cannot be made ({error.strerror}); {advice}") from None
-        run = cls(path)
-        run.write_config(config_text)
-        return run
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        return cls(path)
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
@@ -99,7 +107,8 @@ class RunFolder:
         """Returns the bytes of each log, all of them on disk; a checkpoint keeps them."""
         logs = [log for log in map(self._log, LOGS) if log.exists()]
         for log in logs:
-            sync(log)
+            with writing(log):
+                sync(log)
         return {log.stem: log.stat().st_size for log in logs}
 
     def truncate(self, offsets: dict[str, int]) -> None:
@@ -116,7 +125,8 @@ class RunFolder:
                 "the whole file again, or remove it to go on without its rows",
             )
         for log in logs:
-            os.truncate(log, offsets.get(log.stem, 0))
+            with writing(log):
+                os.truncate(log, offsets.get(log.stem, 0))
 
     def write_json(self, name: str, value: Json) -> None:
         """Replaces the file `name` in the run by `value` as JSON, as `append` writes it."""

@@ -71,34 +71,3 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line(tmp_path, name, va
     with pytest.raises(UserError, match=f"a: cannot be read into this run: .*{message}") as refusal:
         checkpoints.load(tmp_path / "a", wanted)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_a_full_disk_or_a_kill_leaves_the_checkpoints_before(tmp_path, monkeypatch, on_cpu):
-    trainer, checkpoints = make_trainer(ONE), Checkpoints(tmp_path, ONE)
-    checkpoints.save("a", trainer.tensors(), {})
-    state = learn(trainer, 1)
-    checkpoints.save("b", trainer.tensors(), {})
-    files = len(list((tmp_path / "b").iterdir()))
-    if not on_cpu:
-        monkeypatch.setattr(checkpoint, "local", lambda tensor: tensor.to("meta"))
-    fsync = os.fsync
-    for written in range(files):  # the last one is notes.json
-        left = [fsync] * written
-
-        def full(descriptor, left=left):
-            if not left:
-                raise OSError(28, "No space left on device")
-            left.pop()(descriptor)
-
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(UserError, match="c: cannot be written, .* before it is whole: .*No sp"):
-            checkpoints.save("c", trainer.tensors(), {})
-            checkpoints.wait()
-        monkeypatch.setattr(os, "fsync", fsync)
-        assert (tmp_path / "c").is_dir()  # as a kill leaves it
-        learn(trainer, 2)
-        resumed = Checkpoints(tmp_path, ONE)
-        assert sorted(os.listdir(tmp_path)) == ["a", "b"]
-        resumed.load(resumed.newest(), trainer.tensors())
-        assert all(torch.equal(now, state[key]) for key, now in trainer.tensors().items())

@@ -19,10 +19,10 @@ def run(tmp_path):
 
 def test_create_makes_the_run_and_nothing_else(run, tmp_path):
     assert (run.path / "config.toml").read_text() == CONFIG
-    with pytest.raises(UserError, match="File exists.*; resume that run or choose another"):
+    with pytest.raises(UserError, match="not empty.*; resume that run or choose another"):
         RunFolder.create(run.path, "other")
-    (run.path / "config.toml").unlink()
-    with pytest.raises(UserError, match="File exists.*; it holds no run; choose another run name"):
+    (run.path / "config.toml").rename(run.path / "notes.txt")
+    with pytest.raises(UserError, match="not empty.*; it holds no run; choose another run name"):
         RunFolder.create(run.path, "other")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/one: .*\); .*file must be a directory that can be"):
