@@ -1,10 +1,12 @@
 """A rollout on a GPU that is not there, watched from the host. Run by test_gpu_runner.py.
 
-Usage: fake_gpu_rollout.py STEPS [int8]. The real scheduler and runner serve requests that come,
-are guided, report their most probable ids, and end; kernels are compiled by name only and compute
-nothing, so every token is 0. Prints one JSON object: what happened after the start.
+Usage: fake_gpu_rollout.py STEPS. The real scheduler and runner serve requests that come, are
+guided, report their most probable ids, and end; kernels are compiled by name only and compute
+nothing, so every token is 0. One layer has weights in bfloat16, the other layer and the output
+matrix have them in 8 bits. Prints one JSON object: what happened after the start.
 """
 
+import copy
 import json
 import random
 import sys
@@ -122,12 +124,13 @@ triton.knobs.runtime.jit_cache_hook = compiled
 ops.by_kernel = lambda x: True
 gpu_runner.free_memory = lambda device: 1 << 24
 steps = int(sys.argv[1])
-model = Qwen3(ModelConfig(1000, 256, 512, 1, 8, 2, head_dim=32)).to(torch.bfloat16)
-if "int8" in sys.argv:
-    quantise.quantise_model(model, "int8")
+model = Qwen3(ModelConfig(1000, 256, 512, 2, 8, 2, head_dim=32)).to(torch.bfloat16)
+unquantised = copy.deepcopy(model.layers[0])
+quantise.quantise_model(model, "int8")
+model.layers[0] = unquantised
 # A tokenizer has fewer ids than the output matrix has rows.
 tokenizer = SimpleNamespace(vocab_size=997, eos_ids=(), decode=lambda ids, skip_special: "")
-serving = Engine(model, tokenizer, max_batch_tokens=512, max_running=64, max_context=2000)
+serving = Engine(model, tokenizer, max_batch_tokens=512, max_running=24, max_context=2000)
 runner = serving.runner
 gpu_runner.GpuRunner._captured = lambda *arguments: FakeGraph(*arguments)
 runner.warm_up()
@@ -159,7 +162,7 @@ runner.launch, runner.draw = watched_launch, watched_draw
 rng = random.Random(0)
 while serving.stats["steps"] < steps:
     queued = len(serving.scheduler.running) + len(serving.scheduler.waiting)
-    if queued < 40 and rng.random() < 0.2 or not serving.has_work:
+    if queued < 30 and rng.random() < 0.2 or not serving.has_work:
         prompt = [rng.randrange(1000) for _ in range(rng.choice((3, 40, 300, 900)))]
         guide = Sometimes() if rng.random() < 0.1 else None
         params = SamplingParams(

@@ -29,18 +29,6 @@ def test_shapes_dtypes_and_strides(given, message):
         check((4, None), **given)
 
 
-def test_a_check_that_holds_makes_no_message():
-    """A step makes hundreds of checks, and messages were a quarter of its host time."""
-
-    class Loud(int):
-        def __repr__(self):
-            raise AssertionError("a message was made")
-
-    check((Loud(4), None), x=ONES)
-    with pytest.raises(AssertionError, match="a message was made"):
-        check((Loud(5), None), x=ONES)
-
-
 def test_a_gpu_has_the_configuration_of_its_architecture(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setitem(common.TILES, "kernel", {"80": "80", "89": "89", "90": "90", "32": "32"})

@@ -96,11 +96,6 @@ def test_lengths_around_tiles_pages_and_splits(generator, dtype):
     assert (out[9] == 0).all()  # no keys
 
 
-def test_no_row_has_a_key():
-    cache = Cache(torch.Generator(), [0, 0], torch.bfloat16)
-    assert (attend(cache) == 0).all()
-
-
 @pytest.mark.parametrize(
     "heads, kv_heads, dim, page, block",
     [
@@ -127,7 +122,7 @@ def test_head_counts_head_dims_and_pages(generator, monkeypatch, heads, kv_heads
 
 
 @pytest.mark.parametrize(
-    "lengths", [[127, 128, 129, 2047, 2048, 2049], [8191, 8193], [10240], [10241]], ids=str
+    "lengths", [[127, 128, 129, 2047, 2048, 2049], [8191, 8193, 10240, 10241]], ids=str
 )
 def test_the_splits_of_a_gpu(generator, monkeypatch, lengths):
     monkeypatch.setattr(softmax, "BLOCK_N", 128)  # fewer steps of the interpreter
@@ -165,9 +160,7 @@ def shared_cache(generator):
 SHARED = [SharedPrefix(5, 2, 33), SharedPrefix(0, 3, 32)]
 
 
-@pytest.mark.parametrize(
-    "dtype, heads", [(torch.bfloat16, 2), (torch.float16, 5), (torch.float32, 1)], ids=str
-)
+@pytest.mark.parametrize("dtype, heads", [(torch.bfloat16, 5), (torch.float32, 1)], ids=str)
 def test_a_row_has_the_same_bits_in_any_batch_and_group(generator, shared_cache, dtype, heads):
     cache = shared_cache(dtype, heads)
     out = attend(cache)
@@ -193,7 +186,7 @@ def test_a_row_has_the_same_bits_in_any_order_of_items_and_grid(
     items = items_of(cache, SHARED)
     shuffled = items[torch.randperm(len(items), generator=generator).numpy()]
     assert torch.equal(out, attend(cache, items=shuffled)), "items in another order"
-    for programs in (1, 500):
+    for programs in (1, 60):
         monkeypatch.setattr(paged_decode, "multiprocessors", lambda device, n=programs: n)
         assert torch.equal(out, attend(cache, prefixes=SHARED)), f"another grid: {programs}"
 
@@ -330,13 +323,6 @@ def test_the_list_has_each_split_of_each_row_once():
                 assert len(places) == portions and np.ptp(places) == portions - 1
 
 
-def test_scratch():
-    bounds, partial, lse = decode_scratch(512, split_bounds(40960), 32, 128, "meta")
-    assert partial.shape == (512, 44, 32, 128) and lse.shape == (512, 44, 32)
-    assert bounds.dtype == torch.int32 and len(bounds) == 45
-    assert partial.nbytes + lse.nbytes < 400e6
-
-
 @pytest.mark.parametrize(
     "shape, message",
     [
@@ -355,20 +341,10 @@ def test_arguments_that_are_refused(generator):
     cache = Cache(generator, [20, 30], torch.float32)
     with pytest.raises(ValueError, match="the scratch has 1 rows; expected at least 2"):
         attend(cache, spare_rows=-1)
-    with pytest.raises(ValueError, match=r"bounds has shape \[7\]; expected \[6\]"):
-        *items, scratch = work_of(cache, items_of(cache), BOUNDS)
-        partial, lse = scratch.partial[:, :5].clone(), scratch.lse[:, :5].clone()
-        scratch = scratch._replace(partial=partial, lse=lse)
-        inputs = cache.q, cache.k, cache.v, cache.block_tables, cache.context_lens
-        decode_attention(*inputs, *items, scratch, torch.empty_like(cache.q))
     with pytest.raises(ValueError, match="a row has 30 keys; expected at most 16"):
         decode_items([20, 30], [], [0, 16], 4)
     with pytest.raises(ValueError, match="a row has fewer keys than its shared prefix"):
         decode_items([20, 30], [SharedPrefix(0, 2, 21)], BOUNDS, 4)
-    cache.block_tables = torch.cat([cache.block_tables, cache.block_tables])
-    with pytest.raises(ValueError, match=r"block_tables has shape \[4, 4\]; expected \[2, None\]"):
-        attend(cache)
-    cache = Cache(generator, [20, 30], torch.float32)
     cache.v = cache.v.half()
     with pytest.raises(ValueError, match="v_cache is torch.float16; expected torch.float32"):
         attend(cache)

@@ -194,21 +194,13 @@ def test_offsets_beyond_32_bits(generator):
 
 
 def test_what_does_not_fit_is_refused(generator):
-    case = Case(generator, 2, 2, 1, 16)
     for change, message in (
-        ({"qkv": case.qkv[:, :32]}, r"32 columns; expected \(H \+ 2 \* 1\) \* 16 with H >= 1"),
-        ({"qkv": case.qkv[:, :63]}, "63 columns"),
-        ({"cos": case.cos.double()}, "cos is torch.float64; expected torch.float32"),
-        ({"cos": case.cos[:1]}, r"cos has shape \[1, 8\]; expected \[2, 8\]"),
+        ({"cos": torch.ones(1, 8)}, r"cos has shape \[1, 8\]; expected \[2, 8\]"),
         ({"k_norm": None}, "q_norm and k_norm: expected two weights, or None twice"),
-        ({"k_norm": case.k_norm[:8]}, r"k_norm has shape \[8\]; expected \[16\]"),
-        ({"slots": case.slots.float()}, "slots is torch.float32; expected torch.int32"),
-        ({"v_cache": case.v_cache[1:]}, r"v_cache has shape \[4, 1, 4, 16\]"),
-        ({"k_cache": case.k_cache.double()}, "k_cache is torch.float64"),
+        ({"slots": torch.ones(2)}, "slots is torch.float32; expected torch.int32"),
         ({"k_cache": torch.ones(1, 1, 4, 24), "v_cache": torch.ones(1, 1, 4, 24)}, "is 24"),
     ):
-        kept = dict(case.__dict__)
+        case = Case(generator, 2, 2, 1, 16)
         case.__dict__.update(change)
         with pytest.raises(ValueError, match=message):
             case.store()
-        case.__dict__.update(kept)

@@ -84,19 +84,9 @@ def test_offsets_beyond_32_bits(generator):
     assert_close(add_rms_norm(x, zeros, weight, EPS)[0], exact, POINTWISE)
 
 
-@pytest.mark.parametrize(
-    "x, residual, weight, message",
-    [
-        (torch.ones(1, 8193), None, torch.ones(8193), "rows of 8193; expected 1 to 8192"),
-        (torch.ones(2, 8), None, torch.ones(4), r"weight has shape \[4\]; expected \[8\]"),
-        (torch.ones(8), None, torch.ones(8), r"x has shape \[8\]"),
-        (torch.ones(2, 8), torch.ones(2, 4), torch.ones(8), r"residual has shape \[2, 4\]"),
-        (torch.ones(2, 8), torch.ones(2, 8).half(), torch.ones(8), "residual is torch.float16"),
-    ],
-)
-def test_what_does_not_fit_is_refused(x, residual, weight, message):
-    with pytest.raises(ValueError, match=message):
-        if residual is None:
-            rms_norm(x, weight, EPS)
-        else:
-            add_rms_norm(x, residual, weight, EPS)
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="rows of 8193; expected 1 to 8192"):
+        rms_norm(torch.ones(1, 8193), torch.ones(8193), EPS)
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    with pytest.raises(ValueError, match=r"residual has shape \[2, 4\]"):
+        add_rms_norm(x, torch.ones(2, 4), weight, EPS)

@@ -71,19 +71,6 @@ def test_pack_equals_each_sequence_alone(dtype, tolerance, name):
         torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_gathered_attention_is_made_on_the_device_of_the_queries():
-    """Whatever the default device is when a step runs."""
-    q, k_cache, v_cache = (
-        torch.randn(20, 4, 16),
-        torch.randn(6, 2, 16, 16),
-        torch.randn(6, 2, 16, 16),
-    )
-    attention = GatheredAttention(k_cache[None], v_cache[None], [PagedChunk(20, 20, PAGES)])
-    out = attention.attend(q, k_cache, v_cache)
-    with torch.device("meta"):
-        assert torch.equal(attention.attend(q, k_cache, v_cache), out)
-
-
 KINDS = {  # switches of the decoder
     "Qwen3": {},
     "Qwen2.5": {"qk_norm": False, "attention_bias": True},

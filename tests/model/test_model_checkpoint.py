@@ -193,13 +193,3 @@ def test_copy_weights_overwrites_in_place():
     copy_weights(model, named_hf_tensors(other))
     assert same(model, other)
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
-
-
-def test_a_save_replaces_the_old_checkpoint_as_a_whole(whole, tmp_path):
-    path = tmp_path / "model"
-    shutil.copytree(whole, path)
-    save_checkpoint(a_model(1), None, path)
-    assert same(load_checkpoint(path)[0], a_model(1))
-    names = sorted(entry.name for entry in path.iterdir())
-    assert names == ["config.json", "generation_config.json", SINGLE]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]

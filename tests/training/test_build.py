@@ -8,19 +8,15 @@ import pytest
 import torch
 from run_rows import steps_of
 
-from benchmarks.gpu_parts import Part, by_kernels
 from nanorchestra.config import Config
-from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
-from nanorchestra.model.checkpoint import copy_weights, load_checkpoint, named_hf_tensors
-from nanorchestra.model.lora import adapters, add_adapters, copy_adapters, on_the_same_base
-from nanorchestra.model.quantise import QuantisedLinear, linears, quantise_model
-from nanorchestra.model.qwen3 import ModelConfig, Qwen3
+from nanorchestra.model.checkpoint import load_checkpoint, named_hf_tensors
+from nanorchestra.model.lora import adapters
+from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.training import build
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.packing import Group, Sample, samples_in
-from nanorchestra.training.trainer import Trainer
 from train import publish, supervised_update
 
 QLORA = {
@@ -39,10 +35,10 @@ def frozen(model) -> dict[str, torch.Tensor]:
     return {name: x for name, x in tensors.items() if ".lora_" not in name}
 
 
-def gap(engine, trainer, prompts=((5, 6, 7, 8), (9, 10, 11)), count=12) -> float:
+def gap(engine, trainer) -> float:
     """The largest difference of a log-probability between engine and trainer, on new samples."""
-    prompts = list(map(list, prompts))
-    params = [SamplingParams(count, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    params = [SamplingParams(12, seed=seed, ignore_eos=True) for seed in range(len(prompts))]
     groups, drawn = [], []
     for prompt, done in zip(prompts, engine.generate(prompts, params), strict=True):
         given, count = len(prompt), len(done.token_ids)
@@ -155,24 +151,3 @@ def test_adapters_that_several_ranks_cannot_train_are_refused_in_one_line(
     with pytest.raises(UserError, match=message) as no:
         build.load_policy(config, ranks, torch.float32, tmp_path)
     assert "\n" not in str(no.value)
-
-
-@pytest.mark.slow
-def test_by_kernels_in_bfloat16_engine_and_trainer_agree_over_a_base_in_4_bits():
-    """As on a GPU: decodes are by the 4-bit kernel, 70 ids by widened matrices."""
-    plain = Qwen3(ModelConfig(320, 128, 192, 1, 4, 2, head_dim=32))
-    plain.init_weights(0)
-    model = Qwen3(plain.config).to(torch.bfloat16)
-    quantise_model(model.layers, "int4")
-    copy_weights(model, named_hf_tensors(plain))
-    add_adapters(model, 4, 8.0, 0)
-    with by_kernels(Part(rehearse=True)):
-        trainer = Trainer(model, vocab_limit=320)
-        engine = Engine(on_the_same_base(model, torch.bfloat16), num_pages=16, page_size=16)
-        ids = [(7 * i) % 300 + 5 for i in range(73)]
-        groups = [Group([Sample(ids, [False] * 60 + [True] * 13, [0.0] * 73, 1.0)], 60)]
-        losses = [supervised_update(trainer, groups, 1e-2)["loss"] for _ in range(2)]
-        assert losses[1] < losses[0] - 0.01
-        copy_adapters(model, engine.model)
-        engine.update_weights()
-        assert gap(engine, trainer, prompts=[ids[:70]], count=3) < 0.02

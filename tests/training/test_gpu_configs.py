@@ -7,6 +7,7 @@ is that of benchmarks/gpu.py.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -44,6 +45,8 @@ def test_a_gpu_config_trains_in_small(monkeypatch, name, changes):
         launches[kernel.__name__] += 1
         return launch(kernel, *args)
 
+    monkeypatch.setattr(training, "STEPS", 1)
+    monkeypatch.setattr(training, "SMALL", replace(training.SMALL, num_hidden_layers=1))
     monkeypatch.setattr(build, "shard_model", sharding)
     monkeypatch.setattr(flash, "_launch", launching)
     part = Part(rehearse=True)
