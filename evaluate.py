@@ -166,6 +166,7 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
                 sides.append(Side(len(sides), name, world, tasks[name], policy, router))
     count = sum(len(side.tasks) for side in sides) * options.trials
     bar = tqdm(total=count, unit="attempt", dynamic_ncols=True, disable=None)  # on a terminal only
+    done = 0  # attempts of whole blocks; the bar also counts those that are repeated
 
     played: dict[str, dict[str, list[metrics.Pair]]] = defaultdict(dict)  # by world and policy
     problem = ""
@@ -175,9 +176,10 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
                 first = played.get(side.world_name, {}).get(policies[0].text)
                 side.router.programs.follow(first)
             bar.set_description(side.policy.text[-MOST_LABEL:])
-            for block in play_side(side, run, options, spending, user_reward):
+            for block in play_side(side, run, options, spending, user_reward, bar):
                 played[side.world_name].setdefault(side.policy.text, []).extend(block)
-                bar.update(len(block))
+                done += len(block)
+                bar.update(done - bar.n)
     except UserError as error:
         problem = f"{error}. {run.path} has what was measured; the same command goes on"
     finally:
@@ -391,10 +393,11 @@ def play_side(
     options: Namespace,
     spending: Spending,
     user_reward: UserReward | None,
+    bar: tqdm,
 ) -> Iterator[list[metrics.Pair]]:
     """Yields the attempts of a side by blocks: played and recorded, or read if they were before.
 
-    UserError as `check_block` says.
+    Each attempt that is played moves the bar. UserError as `check_block` says.
     """
     player = side.router
     blocks = product(range(options.trials), range(0, len(side.tasks), options.parallel))
@@ -402,6 +405,7 @@ def play_side(
         file = run.path / side.file_name(place)
         if not file.exists():
             player = player or side.policy.load(spending, options.parallel)
+            player.on_done = lambda attempt: bar.update()
             tasks = side.tasks[start : start + options.parallel]
             seed = options.seed + TRIAL * trial
             attempts = play_block(

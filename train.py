@@ -87,7 +87,6 @@ from nanorchestra.training.grpo import (
 )
 from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.packing import Group, MicroBatch, mini_batches, samples_in
-from nanorchestra.training.printing import progress_bar
 from nanorchestra.training.progress import TrainingRun, peak_memory_mb
 from nanorchestra.training.rollout import (
     Attempts,
@@ -135,6 +134,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     demonstrations = Demonstrations(config, world, tokenizer)
     run.begin(trainer, engine)
+    player.on_done = run.show_attempt
 
     # ---- Before GRPO
 
@@ -429,12 +429,9 @@ def evaluate(
     when: str,
 ) -> Json:
     """Plays and records the held-out tasks, "before" or "after" GRPO; returns their summary."""
-    run.stop.says = "stopping after these held-out tasks"
-    if when == "after":
-        run.stop.says = "no step is left: the run ends with these held-out tasks"
     share = -(-run.config.evaluation.tasks // rollout_ranks.world_size)
-    with progress_bar(run.ranks, share, f"held-out tasks, {when}", unit="task") as bar:
-        player.on_done = lambda attempt: bar.update()
+    with run.held_out_tasks(when, share) as on_done:
+        player.on_done = on_done
         attempts = play_held_out(run.config, world, player, rollout_ranks, spending, user_reward)
     run.record_attempts(when, attempts.tasks, attempts.trajectories)
     return metrics.summarise(attempts.tasks, attempts.trajectories)
@@ -637,7 +634,7 @@ def reward_of_user(run: TrainingRun, world: World) -> UserReward | None:
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
     options = parse(arguments, __doc__)
-    config, path, resumed = choose_run(options)
+    config, path, resumed = choose_run(options, arguments)
     if options.plan:
         text, fits = plan(
             config, options.gpus, options.memory or None, options.gpu, formats.directory_of

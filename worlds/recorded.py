@@ -24,7 +24,6 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from typing_extensions import TypedDict
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.failures import EndpointError
+from nanorchestra.agent.threads import in_daemons
 from nanorchestra.agent.tool import Allowance, Tool
 from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.config import TaskSection
@@ -347,8 +347,7 @@ def record(world: QuestionWorld, file: Path, parallel: int) -> tuple[int, int]:
     replies, the next call asks for what is missing alone.
     """
     tasks = [world.task("all", index) for index in range(world.size("all"))]
-    with ThreadPoolExecutor(parallel) as pool:
-        rows = list(pool.map(partial(_answered, world), tasks))
+    rows = list(in_daemons(partial(_answered, world), tasks, parallel))
     whole = [row for row in rows if row]
     write_whole(file, "".join(json.dumps(row) + "\n" for row in whole))
     return len(whole), len(rows) - len(whole)

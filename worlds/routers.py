@@ -12,11 +12,12 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from nanorchestra.agent.attempts import OnDone
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.numbering import in_attempt
+from nanorchestra.agent.threads import in_daemons
 from nanorchestra.agent.world import World
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.model.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ def routers_of(world: World) -> dict[str, Router | ProgramRouter]:
         return programs_by_name(Baselines(world).programs())
     if isinstance(world, Desk):
         return programs_by_name(PROGRAMS | learners(world))
-    tasks = [world.task("held_out", index) for index in range(SEEN)]
+    tasks = [world.task("all", index) for index in range(SEEN)]
     if isinstance(world, DomainWorld) and not any(map(experts, tasks)):
         names = CONTROLS
     else:
@@ -68,37 +69,44 @@ def learners(world: Desk) -> dict[str, Programs]:
     }
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProgramRouter:
     """Plays attempts by a program for each task."""
 
     programs: Programs
+    on_done: OnDone | None = None
 
     def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
         """Returns one attempt in each environment."""
         attempts = []
         for env, seed in zip(environments, seeds, strict=True):
             attempts.append(play_program(self.programs(env.task), env, seed))
+            if self.on_done:
+                self.on_done(attempts[-1])
         return attempts
 
 
-@dataclass(frozen=True)
+@dataclass
 class Router:
     """Plays attempts as a policy does. `name` is a key of EXPERT_ORDERS or CONTROLS."""
 
     name: str
+    on_done: OnDone | None = None
 
     def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
         """Returns one attempt in each environment."""
         tokenizer = Tokenizer.from_dir(NANO)
+        for env in environments:
+            env.evidence.tokenizer = tokenizer  # counts what an expert of a role reads
         attempts = []
-        with ThreadPoolExecutor(PARALLEL) as pool:
-            for env, seed in zip(environments, seeds, strict=True):
-                env.evidence.tokenizer = tokenizer  # counts what an expert of a role reads
-                attempts.append(pool.submit(self._play, env, seed))
-        return [attempt.result() for attempt in attempts]
+        for attempt in in_daemons(self._play, zip(environments, seeds, strict=True), PARALLEL):
+            attempts.append(attempt)
+            if self.on_done:
+                self.on_done(attempt)
+        return attempts
 
-    def _play(self, env: Environment, seed: int) -> Trajectory:
+    def _play(self, seeded: tuple[Environment, int]) -> Trajectory:
+        env, seed = seeded
         with in_attempt(seed):
             if self.name in CONTROLS:
                 return CONTROLS[self.name](env, seed)

@@ -1,16 +1,19 @@
 """Plays attempts and repeats those that the infrastructure failed. Scores nothing."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanorchestra.agent.environment import Environment
 from nanorchestra.records import Trajectory
 
+OnDone = Callable[[Trajectory], Any]  # is called with each attempt that has ended
 RETRIES = 2  # of an attempt that the infrastructure failed
 
 
 class Player(Protocol):
     """What plays attempts: agent/loop.py's Rollout on an engine or an endpoint, or a router."""
+
+    on_done: OnDone | None
 
     def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
         """Returns one attempt in each environment, in the same order."""

@@ -7,11 +7,12 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+S, T = TypeVar("S"), TypeVar("T")
 _ABANDONED: contextvars.ContextVar[threading.Event] = contextvars.ContextVar("abandoned")
 
 
@@ -28,6 +29,24 @@ def in_daemon(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=work, daemon=True).start()
     return future
+
+
+def in_daemons(call: Callable[[S], T], items: Iterable[S], most: int) -> Iterator[T]:
+    """Yields the result of `call` of each item, in order; at most `most` of them run at a time.
+
+    If the results are no longer asked for, as after Ctrl-C, no further call begins.
+    """
+    places, ended = threading.Semaphore(most), threading.Event()
+
+    def work(item):
+        with places:
+            return None if ended.is_set() else call(item)
+
+    try:
+        for future in [in_daemon(partial(work, item)) for item in items]:
+            yield future.result()
+    finally:
+        ended.set()
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:

@@ -16,11 +16,11 @@ from tyro.conf import FlagCreatePairsOff, arg
 
 from nanorchestra import settings
 from nanorchestra.config import Config, check
-from nanorchestra.errors import nearest, require
+from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.model.checkpoint import NANO_BASE
 from nanorchestra.settings import Settings
 from nanorchestra.training.costs import GPUS
-from nanorchestra.training.run import RunFolder, path_of_run
+from nanorchestra.training.run import RunFolder, path_of_run, training_command
 
 RESUMABLE = ("run.checkpoint_every", "grpo.steps")  # may change when a run is resumed
 
@@ -75,8 +75,11 @@ def parse(words: list[str], description: str | None = None) -> Options:
     return options
 
 
-def choose_run(options: Options) -> tuple[Config, Path, bool]:
-    """Returns the config, the run's directory, and whether to continue what is in it. UserError."""
+def choose_run(options: Options, words: list[str]) -> tuple[Config, Path, bool]:
+    """Returns the config, the run's directory, and whether to continue what is in it. UserError.
+
+    `words` are those that the options were read from.
+    """
     config = options.settings
     if options.resume:
         folder = RunFolder.open(_run_named(options.resume))
@@ -99,7 +102,24 @@ def choose_run(options: Options) -> tuple[Config, Path, bool]:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if again and (path / "config.toml").exists():
         return settings.load_config(path / "config.toml"), path, True
+    first = int(os.environ.get("RANK", 0)) == 0  # which alone makes the directory, and says so
+    if first and not options.dry_run and (path / "config.toml").is_file():
+        raise UserError(_two_commands(path, words))
     return config, path, False
+
+
+def _two_commands(path: Path, words: list[str]) -> str:
+    """Returns the line about a run that is there: how it goes on, and how another one begins."""
+    resume, number = ["--resume", str(path)], 2
+    if steps := RunFolder.open(path).summary().get("steps"):
+        resume += ["--grpo.steps", str(2 * steps)]  # it is finished
+    while os.path.lexists(path.with_name(f"{path.name}-{number}")):
+        number += 1
+    other = [*words, "--run.name", f"{path.name}-{number}"]
+    return (
+        f"{path}: there is such a run; to go on with it: {training_command(*resume)}; "
+        f"to begin another one: {training_command(*other)}"
+    )
 
 
 def _run_named(word: str) -> Path:
@@ -133,13 +153,13 @@ def prepare_process(config: Config) -> None:
 class Stop:
     """Turns SIGINT and SIGTERM into a flag that is read between steps.
 
-    A second SIGINT ends the process at once. SIGTERM may come twice: by way of torchrun too.
-    `says` is what is printed at the first one, as the run gets on.
-    As a context manager it gives the signals back at its end.
+    A second SIGINT ends the process at once, and so does the first signal while `at_once` is true.
+    SIGTERM may come twice: by way of torchrun too. `says` is what is printed at the first signal,
+    as the run gets on. As a context manager it gives the signals back at its end.
     """
 
     def __init__(self) -> None:
-        self.asked, self.says = False, "stopping before the first step"
+        self.asked, self.at_once, self.says = False, False, "stopping before the first step"
         self._before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) != signal.SIG_IGN:  # as a shell starts a job in background
@@ -155,9 +175,13 @@ class Stop:
     def _ask(self, number, frame):
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self.asked:
-            self.asked = True
-            text = f"{self.says}; Ctrl-C again: at once"
-            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-                text += "; torchrun kills what has not ended after its --shutdown-timeout"
-            tqdm.write(text, file=sys.stderr)
+        if self.asked:
+            return
+        self.asked = True
+        if self.at_once:
+            tqdm.write(self.says, file=sys.stderr)
+            raise KeyboardInterrupt
+        text = f"{self.says}; Ctrl-C again: at once"
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            text += "; torchrun kills what has not ended after its --shutdown-timeout"
+        tqdm.write(text, file=sys.stderr)

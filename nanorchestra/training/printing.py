@@ -16,9 +16,10 @@ def say(ranks: Ranks, text: str) -> None:
 
 
 def progress_bar(ranks: Ranks, total: int, label: str, done: int = 0, unit: str = "step") -> tqdm:
-    """Returns a progress bar; it is shown on a terminal only."""
+    """Returns a progress bar; it is shown on a terminal only, with parts of a unit."""
     disable = None if ranks.first else True
-    return tqdm(total=total, initial=done, desc=label, unit=unit, disable=disable)
+    options = {"unit": unit, "unit_scale": True, "disable": disable}
+    return tqdm(total=total, initial=done, desc=label, **options)
 
 
 def step_line(row: Json, steps: int) -> str:

@@ -10,6 +10,7 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from nanorchestra.training.checkpoint import Checkpoints, notes_of
 from nanorchestra.training.costs import peak_flops
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.printing import progress_bar, say, step_line
-from nanorchestra.training.run import RunFolder, to_toml
+from nanorchestra.training.run import RunFolder, to_toml, training_command
 from nanorchestra.training.trainer import Trainer
 from nanorchestra.training.trajectories import to_row
 
@@ -159,7 +160,7 @@ class TrainingRun:
         if finished:
             self.say(f"finished: {path} has report.html, summary.json and more")
         else:
-            self.say(f"stopped; go on with: python train.py --resume {path}")
+            self.say(f"stopped; go on with: {training_command('--resume', str(path))}")
 
     # Steps.
 
@@ -177,11 +178,12 @@ class TrainingRun:
             return
         label = progress.phase.replace("_", " ")
         with progress_bar(self.ranks, total, label, progress.step) as bar:
+            self._bar = bar
             for step in range(progress.step, total):
                 progress.step = step + 1
                 self._step_started = time.monotonic()
                 yield step
-                bar.update()
+                bar.update(progress.step - bar.n)
                 self._report_if_due()
                 self.stopped = self.asked_to_stop()
                 last = self.stopped or progress.step == total or enough()
@@ -189,6 +191,33 @@ class TrainingRun:
                     self.save()
                 if last:
                     return
+
+    def show_attempt(self, attempt: Trajectory) -> None:
+        """Moves the bar of the steps by an attempt of the step under way, as its share of it."""
+        grpo = self.config.grpo
+        share = self.ranks.world_size / (grpo.prompts * grpo.group_size)
+        self._bar.update(max(0.0, min(share, self.progress.step - self._bar.n)))
+
+    @contextmanager
+    def held_out_tasks(self, when: str, count: int) -> Iterator[Callable[[Trajectory], Any]]:
+        """Shows a bar of the held-out tasks, "before" or "after" GRPO; yields what moves it.
+
+        A stop ends the process at once, as a resumed run plays the tasks again. Of several ranks,
+        which have to agree, it ends after these tasks.
+        """
+        stop, label = self.stop, f"held-out tasks, {when}"
+        if self.ranks.world_size > 1:
+            stop.says = "stopping after these held-out tasks"
+            if when == "after":
+                stop.says = "no step is left: the run ends with these held-out tasks"
+        else:
+            again = training_command("--resume", str(self.folder.path))
+            stop.says, stop.at_once = f"stopped; go on with: {again}", True
+        try:
+            with progress_bar(self.ranks, count, label, unit="task") as bar:
+                yield lambda attempt: bar.update()
+        finally:
+            stop.at_once = False
 
     def asked_to_stop(self) -> bool:
         """Returns whether any rank was asked to stop; all ranks call it together."""

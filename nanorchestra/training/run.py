@@ -9,6 +9,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,13 @@ def path_of_run(root: str | Path, name: str, option: str) -> Path:
         f"{option} is {name!r}; it must be the name of a directory, to be made in {root}",
     )
     return Path(root) / name
+
+
+def training_command(*words: str) -> str:
+    """Returns the command line of train.py with these words, by torchrun if that started this."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    program = f"torchrun --nproc-per-node {ranks} train.py" if ranks else "python train.py"
+    return f"{program} {shlex.join(words)}"
 
 
 def to_toml(config: Config) -> str:
