@@ -56,7 +56,7 @@ from nanorchestra.units import decimal, dollars, mean_and_ends, percent
 from worlds import metrics
 from worlds.load import note_on_tools, open_world
 from worlds.policies import ROUTERS, RUNS, Policy, parse
-from worlds.questions import QuestionWorld
+from worlds.questions import QuestionWorld, file_of, is_questions
 from worlds.recorded import record
 from worlds.recorded_programs import CHANCE
 from worlds.routers import Router, routers_of
@@ -320,7 +320,9 @@ def tell_missing_routers(policies: list[Policy], routers: dict[str, dict]) -> No
 def open_run(options: Namespace, policies: list[Policy]) -> RunFolder:
     """Makes the directory, or opens it to go on. UserError if it holds another evaluation."""
     names = options.tools.split(",")
-    names += [re.sub("^(questions|recorded):", "", world) for world in options.world]
+    for world in options.world:
+        name = str(file_of(world)) if is_questions(world) else world.removeprefix("recorded:")
+        names.append(name)
     names.append(options.reward.rpartition(":")[0])
     names += [policy.base for policy in policies]
     digests = []

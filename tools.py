@@ -173,6 +173,7 @@ def load_tools(
     spending: Spending | None = None,
     simulated: bool = False,
     more: Sequence[Tool] = (),
+    aside: Sequence[str] = (),
 ) -> list[Tool]:
     """Returns the tools of a catalogue; docs/tools.md describes its form. `spending` bounds them.
 
@@ -180,8 +181,9 @@ def load_tools(
     objects with a kind and its settings, and may hold `experts`, `endpoints`, `aliases` and
     `max_usd`, which change the presets of assets/experts.toml. A JSON list is the `tools` alone. A
     Python file holds functions decorated with @tool. `more` are tools of the caller's beside these.
-    `simulated`: the caller simulates what a role without a helper needs. UserError names file,
-    entry, setting and what is right.
+    `aside` names experts that the caller asks itself, of `tools` or of `experts`. `simulated`: the
+    caller simulates what a role without a helper needs. UserError names file, entry, setting and
+    what is right.
     """
     tables, entries, functions = read_toml(PRESETS), [], []
     for file in map(str.strip, str(path).split(",")):
@@ -198,6 +200,8 @@ def load_tools(
     require(tools, f"{path}: no tool; [[tools]] must name one")
     ((name, count),) = Counter(each.name for each in tools).most_common(1)
     require(count == 1, f"{path}: two tools are named {name!r}")
+    for name in set(aside) & catalogue.experts.keys() - {each.name for each in tools}:
+        tools.append(catalogue.expert_tool(name))
     return tools
 
 
@@ -289,6 +293,10 @@ class Catalogue:
         from nanorchestra.tools.mcp import open_servers  # brings mcp, a second to import
 
         return open_servers(self.path, entries, self.spending.replies)
+
+    def expert_tool(self, name: str) -> ExpertTool:
+        """Returns a tool that asks an expert of the table. UserError."""
+        return ExpertTool(name, "", self._expert(name, f"{self.path}: {name}", name))
 
     def _role(self, where, entry) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""

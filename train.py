@@ -116,6 +116,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
 
     spending = Spending.of_rank(run.folder.path / "spent", ranks.rank, ranks.world_size)
     world = open_world(run.config.task, run.config.run.seed, sandbox, spending)
+    world.task("held_out", 0)  # UserError now if it has none
     config = settled(run, world)
     grpo, rollout = config.grpo, config.rollout
 

@@ -105,24 +105,24 @@ def _open(name, settings, seed, sandbox, spending) -> World:
         spoiled = settings.spoiled
         require(spoiled <= 1, f"task.spoiled is {spoiled}; it must be a share from 0 to 1")
         return small_world(seed, name, chosen, spoiled)
-    asks = name.startswith((questions.PREFIX, recorded.PREFIX))
+    asks = questions.is_questions(name) or name.startswith(recorded.PREFIX)
     is_there = not name.endswith((".py", ".jsonl")) or asks or Path(name).exists()
     require(is_there, f"task.world: {name}: no such file")
     require(
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {Desk.name}, "
-        f"domains, domains:NAME+NAME, {questions.PREFIX}FILE, {recorded.PREFIX}FILE, "
+        f"domains, domains:NAME+NAME, {', '.join(questions.PUBLISHED)}, "
+        f"{questions.PREFIX}FILE, {recorded.PREFIX}FILE, "
         f"{agent_tasks.PREFIX}FILE.py:FUNCTION, a directory of data_gen.py, a "
         ".jsonl file of ToolScale's rows, or a .py file with an environment of your own",
     )
     if name.endswith(".py"):
         return load_user_world(name, seed)
     simulated = settings.experts == "simulated"
-    tools = []
+    tools, named = [], (settings.user, settings.judge)
     if settings.tools:
-        tools = load_tools(settings.tools, sandbox, spending, simulated)
+        tools = load_tools(settings.tools, sandbox, spending, simulated, aside=named)
     experts = {tool.name: tool for tool in tools if isinstance(tool, ExpertTool)}
-    named = (settings.user, settings.judge)
     require(
         {"", *experts} >= set(named),
         f"task.user and task.judge are {named}; each must be an expert of the catalogue "

@@ -1,4 +1,7 @@
-"""Questions with known answers: FRAMES, HLE, GeneralThought, any JSONL of question and answer.
+"""Questions with known answers: FRAMES, HLE, GeneralThought, any table of question and answer.
+
+`frames` and `hle` are downloaded as published; `questions:FILE` reads JSON Lines, CSV, TSV and
+Parquet.
 
 A training task offers a random subset of a catalogue's tools. Experts have aliases and prices that
 change from task to task and stand in a description, as in the paper (arXiv 2511.21689). Held-out
@@ -11,25 +14,30 @@ with a probability that grows with the price of the model behind them.
 """
 
 import asyncio
+import csv
 import hashlib
+import io
 import random
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Any, Required
+from typing import Any, NamedTuple, Required
 
 from pydantic import StrictFloat, StrictInt
 from typing_extensions import TypedDict
 
+from nanorchestra import formats
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.tool import Allowance, RefusedError, Tool, all_ban_names, refused
 from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_json_lines
+from nanorchestra.files import read_json_lines, read_text
 from nanorchestra.records import Bounds, Preference, Task, ToolCall
 from nanorchestra.schemas import Json, argument_error, whole_characters
 from nanorchestra.tools.models import ExpertTool
@@ -38,12 +46,28 @@ from worlds import catalogue, preferences
 from worlds.judge import grade
 
 PREFIX = "questions:"
-NAMES = {  # of a row's fields in public data sets
+
+
+class Published(NamedTuple):
+    """A benchmark of the Hugging Face hub: its repository, and the file in it."""
+
+    repo: str
+    file: str
+
+
+PUBLISHED = {  # by the word for its world; NAMES has their columns
+    "frames": Published("google/frames-benchmark", "test.tsv"),
+    "hle": Published("cais/hle", "data/test-00000-of-00001.parquet"),
+}
+NAMES = {  # of a row's fields in public data sets; other columns are not read
+    # FRAMES: Prompt, Answer, reasoning_types
+    # HLE: id, question, answer, category, image
     "problem": "question",
     "prompt": "question",
     "reference_answer": "answer",
     "question_id": "id",
     "index": "id",
+    "reasoning_types": "kind",
     "category": "kind",
     "task": "kind",
     "pref_vec": "vector",
@@ -124,6 +148,13 @@ class QuestionWorld:
     def _rows(self, split) -> list[QuestionRow]:
         if split == "all":
             return [*self.splits["train"], *self.splits[HELD_OUT]]
+        what = "held out" if split == HELD_OUT else "for training"
+        count = sum(map(len, self.splits.values()))
+        require(
+            self.splits[split],
+            f"{self.name}: none of {count} questions is {what}; every fifth by its hash is held "
+            "out, and evaluate.py --all plays all",
+        )
         return self.splits[split]
 
     def task(self, split: Split, index: int) -> Task:
@@ -256,24 +287,21 @@ def _bounds(tools) -> Bounds:
 def load_world(
     name: str, seed: int, settings: TaskSection, tools: Sequence[Tool], judge: ExpertTool | None
 ) -> QuestionWorld:
-    """Opens "questions:FILE" with the tools of a catalogue.
+    """Opens "questions:FILE", or a published benchmark, with the tools of a catalogue.
 
     Rows that are no question are left out, which one line on stderr says. UserError if none is
     left, or a preference names no tool.
     """
-    file = Path(name.removeprefix(PREFIX))
     require(tools, f"task.world is {name!r}, which needs a catalogue of tools: task.tools")
     preference = preferences.of_setting(settings.preference)
     if preference:
         names = catalogue.names_of(tools), all_ban_names(tools)
         preference.check_names("task.preference", *names)
+    file = file_of(name)
     splits = {"train": [], HELD_OUT: []}
     for row in _fitting(load_rows(file), file, tools):
         digest = hashlib.sha256(row.question.encode()).digest()
         splits["train" if int.from_bytes(digest[:4]) % EVERY else HELD_OUT].append(row)
-    count = sum(map(len, splits.values()))
-    few = f"{file}: {count} questions are too few; every fifth by its hash is held out"
-    require(all(splits.values()), few)
     for split, rows in splits.items():
         random.Random(f"{seed}/{split}").shuffle(rows)
     simulated = settings.experts == "simulated"
@@ -320,10 +348,48 @@ def _check_call(call: Json, tools: dict[str, Tool], where: str) -> None:
     require(not problem, f"{where}: {call['tool']}: {problem}")
 
 
+def is_questions(name: str) -> bool:
+    """Returns whether a world's name is one of this file's."""
+    return name in PUBLISHED or name.startswith(PREFIX)
+
+
+def file_of(name: str) -> Path:
+    """Returns the file of "questions:FILE", or of a published benchmark, once it is downloaded.
+
+    UserError.
+    """
+    if name not in PUBLISHED:
+        return Path(name.removeprefix(PREFIX))
+    return formats.data_file(*PUBLISHED[name])
+
+
+def table_rows(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yields (line, row) of a file: JSON Lines, .csv and .tsv with a line of names, or .parquet.
+
+    UserError.
+    """
+    if file.suffix in (".csv", ".tsv"):
+        csv.field_size_limit(sys.maxsize)  # an image is a long text
+        lines = io.StringIO(read_text(file).removeprefix("\ufeff"), newline="")
+        rows = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
+        for row in rows:
+            yield rows.line_num, {name: text for name, text in row.items() if name}
+    elif file.suffix == ".parquet":
+        right = f"{file}: Parquet needs the package pyarrow: pip install pyarrow"
+        require(find_spec("pyarrow"), right)
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(file) as batches:
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches.iter_batches())
+            yield from enumerate(rows, 1)
+    else:
+        yield from read_json_lines(file)
+
+
 def load_rows(file: Path) -> list[QuestionRow]:
     """Returns the questions of a file; says on stderr how many rows are none, and why the first."""
     rows, problems = [], []
-    for number, value in read_json_lines(file):
+    for number, value in table_rows(file):
         try:
             rows.append(_row(value, file, number))
         except UserError as problem:

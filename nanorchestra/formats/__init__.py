@@ -40,6 +40,13 @@ def directory_of(word: str | Path, config_only: bool = False) -> Path:
     return path
 
 
+def data_file(repo: str, file: str) -> Path:
+    """Returns a file of a data set of the hub, which is downloaded once. UserError."""
+    from nanorchestra.formats import hub
+
+    return hub.data_file(repo, file)
+
+
 def names_model(word: str) -> bool:
     """Returns whether a word is a path that exists, or has the form of a hub id."""
     return bool(word) and (os.path.lexists(word) or _HUB_ID.fullmatch(word) is not None)

@@ -1,4 +1,4 @@
-"""Downloads models of the Hugging Face hub, by huggingface_hub.
+"""Downloads models and data sets of the Hugging Face hub, by huggingface_hub.
 
 Its cache, token, progress bar and environment hold: HF_HOME, HF_TOKEN, HF_ENDPOINT,
 HF_HUB_OFFLINE. A commit that is whole in the cache is taken without a question to the hub.
@@ -62,6 +62,12 @@ def download(repo: str, revision: str, file: str, config_only: bool) -> Path:
         raise UserError(f"{repo}: expected a repository with config.json and safetensors{more}")
     read_config(directory)
     return directory if config_only else _snapshot(repo, sha, READ)
+
+
+def data_file(repo: str, file: str) -> Path:
+    """Returns a file of a data set of the hub, which is downloaded once. UserError."""
+    with _one_line(f"datasets/{repo}"):
+        return Path(hf_hub_download(repo, file, repo_type="dataset"))
 
 
 def commit(repo: str, revision: str) -> str:
