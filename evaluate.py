@@ -27,7 +27,7 @@ import os
 import re
 import subprocess
 from argparse import Namespace, RawDescriptionHelpFormatter
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -45,14 +45,14 @@ from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import read_json_lines, read_text, write_whole
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.comparison import recorded_attempts, write_comparison
-from nanorchestra.report.tables import MEASURES, aligned, difference, table
+from nanorchestra.report.tables import aligned, calls_table, difference, measures_of, table
 from nanorchestra.schemas import Json
 from nanorchestra.tools.replies import ReplyStore
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.run import RunFolder, path_of_run
 from nanorchestra.training.trajectories import from_row, to_row
-from nanorchestra.units import decimal, dollars, mean_and_ends, percent
+from nanorchestra.units import dollars, mean_and_ends, percent
 from worlds import metrics
 from worlds.load import note_on_tools, open_world
 from worlds.policies import ROUTERS, RUNS, Policy, parse
@@ -74,7 +74,7 @@ OURS = (
 )  # options that it does not know
 TRIAL = 7919  # between the seeds of two trials
 TASK = 1_000_003  # between the seeds of two evaluations' attempts
-CALLED = 6  # tools whose calls are shown by preference
+CALLS = "calls of the first, by preference"
 KINDS_OF = 2  # policies of which what is right is told by kind of task; summary.json has all
 MOST_LABEL = 40  # characters of a policy's name, in a progress bar and the name of a file
 FAILING = 4  # more than one attempt in so many that the infrastructure fails ends an evaluation
@@ -489,22 +489,25 @@ def show(worlds: dict[str, Json]) -> None:
         tasks = max(summary["tasks"] for summary in summaries.values())
         print(table(summaries, f"{world}, {tasks} tasks"))
         kinds = next(iter(summaries.values()))["right_by_kind"]
+        known = measures_of(summaries.values())
         if len(kinds) > 1:
             told = list(summaries)[:KINDS_OF]
-            rows = [["right by kind", "tasks", *(name[:26] for name in told)]]
+            word = known["exact" if "exact" in known else "accuracy"].title
+            rows = [[f"{word} by kind", "tasks", *(name[:26] for name in told)]]
             for kind, first in kinds.items():
                 shares = (summaries[name]["right_by_kind"].get(kind) for name in told)
                 rows.append([kind, str(first["tasks"]), *map(_share_text, shares)])
             print("\n".join(["", *aligned(rows)]))
         first, *others = summaries
         by_preference = summaries[first]["calls_by_preference"]
-        if len(by_preference) > 1:
-            print("\n".join(["", *aligned(_calls_table(by_preference))]))
+        if any(by_preference.values()):
+            print("\n".join(["", *aligned(calls_table(by_preference, CALLS))]))
         if not others:
             continue
         rows = [["reward of the first, minus that of", "mean [95% interval]"]]
         for name in others:
-            rows.append([name, difference(summaries[name]["behind"], "reward")])
+            behind = difference(summaries[name]["behind"], "reward", known["reward"])
+            rows.append([name, behind])
         print("\n".join(["", *aligned(rows), ""]))
 
 
@@ -521,12 +524,15 @@ def compare_runs(paths: list[Path]) -> None:
         our_tasks = {task.id: task for task, _ in ours[name]}
         shared = [pair for pair in theirs[other] if our_tasks.get(pair[0].id) == pair[0]]
         require(shared, f"{name}: the two evaluations have no task in common")
-        differences = metrics.differences(
+        done = [
             metrics.Finished.of(ours[name], name not in our_unpriced),
             metrics.Finished.of(shared, other not in their_unpriced),
-        )
+        ]
+        differences, rows = metrics.differences(*done), []
         print(f"{name} minus {other} on the {len(shared)} attempts at the same tasks:")
-        rows = [[f"  {MEASURES[key].title}", difference(differences, key)] for key in differences]
+        for key, measure in measures_of([each.means for each in done]).items():
+            if key in differences:
+                rows.append([f"  {measure.title}", difference(differences, key, measure)])
         print("\n".join(aligned(rows)))
 
 
@@ -542,18 +548,6 @@ def _read_run(path: Path) -> tuple[dict[str, metrics.Pairs], set[str]]:
         played.clear()
     require(played, f"{path}: holds no attempts; give two directories of evaluate.py")
     return played, unpriced
-
-
-def _calls_table(by_preference: dict[str, dict[str, float]]) -> list[list[str]]:
-    """Returns the calls per task that the first policy makes, by the user's preference."""
-    total = Counter()
-    for calls in by_preference.values():
-        total.update(calls)
-    names = [name for name, _ in total.most_common(CALLED)]
-    rows = [["calls of the first, by preference", *names]]
-    for preference, calls in by_preference.items():
-        rows.append([preference, *(decimal(calls.get(name, 0.0), 2) for name in names)])
-    return rows
 
 
 def _share_text(share: Json | None) -> str:

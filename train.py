@@ -61,7 +61,7 @@ from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.report.page import write_report
 from nanorchestra.report.plan import plan
-from nanorchestra.report.tables import held_out_scores, table
+from nanorchestra.report.tables import held_out_text
 from nanorchestra.schemas import Json
 from nanorchestra.settings import is_dry_run
 from nanorchestra.tools.sandbox import Sandbox
@@ -558,7 +558,7 @@ def write_results(
             "dry run: nano's base after a few steps in small; the table shows that a run "
             "works, and its figures mean nothing"
         )
-    print(table(held_out_scores(summary), f"on {tasks} held-out tasks"))
+    print(held_out_text(summary))
     run.folder.write_json("summary.json", summary)
     run.report(run.folder.path, False)
 

@@ -7,24 +7,29 @@ docs/worlds.md explains it.
 """
 
 import random
+import re
 
 
 class Make24:
-    """The user wants a number from four others."""
+    """The user wants a number as the sum of some of four others."""
 
     def reset(self, seed: int) -> str:
-        """Draws the task."""
+        """Draws the task, which has a solution."""
         rng = random.Random(seed)
         self.numbers = [rng.randint(1, 9) for _ in range(4)]
-        self.target = rng.randint(10, 40)
-        return f"Come as near to {self.target} as you can by adding some of {self.numbers}."
+        self.target = sum(rng.sample(self.numbers, rng.randint(2, 4)))
+        return f"Which of {self.numbers} add up to {self.target}? Answer like 3 + 4."
 
     def add(self, numbers: list[int]) -> int:
         """Adds some of the user's numbers."""
-        if any(numbers.count(n) > self.numbers.count(n) for n in numbers):
+        if not numbers or any(numbers.count(n) > self.numbers.count(n) for n in numbers):
             raise ValueError(f"the numbers are {self.numbers}")
         return sum(numbers)
 
     def reward(self, answer: str) -> float:
-        """Partial credit: a tenth less for each step that the sum is away."""
-        return max(0.0, 1.0 - abs(self.target - int(answer)) / 10) if answer.isdigit() else 0.0
+        """1 for numbers that add up to the target, a tenth less for each step that they miss it."""
+        try:
+            total = self.add([int(number) for number in re.findall("[0-9]+", answer.split("=")[0])])
+        except ValueError:  # other numbers than the user's, or none
+            return 0.0
+        return max(0.0, 1.0 - abs(self.target - total) / 10)

@@ -5,7 +5,7 @@ sign of a positive number too.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 Write = Callable[..., str]  # a figure, and `sign`, to a text
 
@@ -37,6 +37,15 @@ def percent(share: float, sign: str = "", decimals: int = 1) -> str:
 def decimal(value: float, sign: str = "", decimals: int = 3) -> str:
     """Returns a number with so many decimals: "0.578"."""
     return f"{value:{sign},.{decimals}f}"
+
+
+def is_graded(figures: Mapping[str, float | None]) -> bool:
+    """Returns whether an outcome lies between 0 and 1: then an answer is not just right or wrong.
+
+    `accuracy`, the mean outcome, is then above `exact`, the share of outcomes that are 1.
+    """
+    accuracy = figures.get("accuracy")
+    return figures.get("exact", accuracy) != accuracy
 
 
 def mean_and_ends(write: Write, mean: float, low: float, high: float, sign: str = "") -> str:

@@ -26,8 +26,9 @@ Pair = tuple[Task, Trajectory]  # an attempt with its task
 Pairs = Sequence[Pair]
 Figures = dict[str, float | None]  # by name; None: the attempt has no such figure
 FAILURE_CHARS = 200  # of what the infrastructure failed with
-COMPARED = ("reward", "reward_of_calls", "accuracy", "cost_usd", "latency_s")  # paired by task
-SPREAD = ("reward", "accuracy", "cost_usd", "latency_s", "preference")  # of a step's groups
+# Figures that are paired by task, and those of a step's groups.
+COMPARED = ("reward", "reward_of_calls", "accuracy", "exact", "cost_usd", "latency_s")
+SPREAD = ("reward", "accuracy", "cost_usd", "latency_s", "preference")
 DRAWS = 2000  # resamples of a bootstrap, and sign flips of a test
 
 
@@ -72,6 +73,11 @@ class Finished:
     rows: list[Figures]
     by_task: dict[str, Figures]
 
+    @property
+    def means(self) -> Figures:
+        """The mean of each figure over the attempts, None if none has it."""
+        return _means(self.rows)
+
     @classmethod
     def of(cls, pairs: Pairs, priced: bool = True) -> "Finished":
         """Returns those of some attempts. Of a policy that is not `priced` no cost is known."""
@@ -85,9 +91,11 @@ class Finished:
 def summarise(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Json:
     """Returns means per task: over all tasks, by preference, and by kind of question.
 
-    attempts[i] is one at tasks[i]; a task may have several. `pass_hat` is pass^1, pass^2, ...
-    `intervals` are 95% bootstrap intervals over tasks. `failed` counts the attempts that the
-    infrastructure failed, and `failure` says what the first one met. UserError if all failed.
+    attempts[i] is one at tasks[i]; a task may have several. `accuracy` is the mean outcome, `exact`
+    the share of attempts whose outcome is 1; they are the same if each is 0 or 1. `pass_hat` is
+    pass^1, pass^2, ... `intervals` are 95% bootstrap intervals over tasks. `failed` counts the
+    attempts that the infrastructure failed, and `failure` says what the first one met. UserError if
+    all failed.
     """
     pairs = list(zip(tasks, attempts, strict=True))
     return _summary(pairs, Finished.of(pairs))
@@ -101,7 +109,7 @@ def _summary(played: Pairs, done: Finished) -> Json:
         f"held-out tasks: all {len(played)} attempts failed for reasons of the infrastructure, "
         f"repeated ones too; the first: {''.join(failures[:1])[:FAILURE_CHARS]}",
     )
-    means = _means(done.rows)
+    means = done.means
 
     intervals = {}
     for name, values in _columns(done.by_task.values()).items():
@@ -112,12 +120,12 @@ def _summary(played: Pairs, done: Finished) -> Json:
     attempts_at = Counter(task.id for task, _ in done.pairs)
     successes = []
     for task_id, row in done.by_task.items():
-        successes.append((round(row["accuracy"] * attempts_at[task_id]), attempts_at[task_id]))
+        successes.append((round(row["exact"] * attempts_at[task_id]), attempts_at[task_id]))
     most_attempts = max(attempts_at.values())
 
     cost_per_correct_usd = None
-    if means["accuracy"] and means["cost_usd"] is not None:
-        cost_per_correct_usd = means["cost_usd"] / means["accuracy"]
+    if means["exact"] and means["cost_usd"] is not None:
+        cost_per_correct_usd = means["cost_usd"] / means["exact"]
     return {
         "tasks": len({task.id for task, _ in played}),
         "attempts": len(played),
@@ -131,6 +139,7 @@ def _summary(played: Pairs, done: Finished) -> Json:
         "by_kind": _means_by([task.kind for task, _ in done.pairs], done.rows),
         "right_by_kind": _right_by_kind(done),
         "calls_by_preference": _calls_by_preference(done.pairs),
+        "most_frequent_answer": _most_frequent_answer(done.pairs),
         **_tallies(done.pairs),
     }
 
@@ -258,7 +267,7 @@ def _right_by_kind(done: Finished) -> dict[str, Json]:
     """The share that is right of the tasks of each kind, with its 95% Wilson interval."""
     by_kind: dict[str, list[float]] = {}
     for task_id, kind in {task.id: task.kind for task, _ in done.pairs}.items():
-        by_kind.setdefault(kind, []).append(done.by_task[task_id]["accuracy"])
+        by_kind.setdefault(kind, []).append(done.by_task[task_id]["exact"])
     return {kind: wilson(fmean(right), len(right)) for kind, right in sorted(by_kind.items())}
 
 
@@ -310,6 +319,7 @@ def pass_hat(successes: Sequence[tuple[int, int]], k: int) -> float:
 def _figures(task: Task, attempt: Trajectory) -> Figures:
     """Returns the figures of an attempt: accuracy in 0..1, cost in US dollars, latency in seconds.
 
+    `exact` is 1 if the accuracy is, else 0: it is not the same where a world gives partial credit.
     `avoided_rate` is 1 if it used a tool to avoid, None if the task has none; `well_formed` 1 if no
     call was malformed; `tokens` are those that the policy sampled.
     """
@@ -319,6 +329,7 @@ def _figures(task: Task, attempt: Trajectory) -> Figures:
     return {
         "reward": attempt.reward,
         "accuracy": attempt.outcome,
+        "exact": float(attempt.outcome == 1),
         "cost_usd": attempt.cost_usd,
         "latency_s": attempt.latency_s,
         "preference": preference_score(attempt, task.preference, task.bounds),
@@ -413,6 +424,16 @@ def _calls_by_preference(pairs: Pairs) -> dict[str, dict[str, float]]:
     for task, attempt in pairs:
         groups[task.preference.name].append((task, attempt))
     return {name: _calls(group) for name, group in sorted(groups.items())}
+
+
+def _most_frequent_answer(pairs: Pairs) -> Json:
+    """Returns the answer that most attempts give, "" for none, and their share.
+
+    A policy that says the same whatever is asked shows here.
+    """
+    answers = Counter(attempt.answer.strip() for _, attempt in pairs)
+    ((answer, count),) = answers.most_common(1)
+    return {"answer": answer, "share": count / len(pairs)}
 
 
 def _shares(counts: Counter, total: int) -> dict[str, float]:

@@ -11,9 +11,11 @@ from nanorchestra.report.tables import (
     MAIN,
     MEASURES,
     Rows,
+    answers_table,
     cell,
     difference,
     failures,
+    measures_of,
     scores_table,
 )
 from nanorchestra.report.trace import Attempt, Pair, instructive
@@ -50,22 +52,28 @@ def write_comparison(path: Path) -> None:
 def _summary_table(worlds: dict[str, dict[str, Json]]) -> Rows:
     """Right answers by world, and the means of cost and time over the worlds, by policy."""
     means = ("cost_usd", "latency_s")
-    rows = [["", *worlds, *(MEASURES[key].title for key in means)]]
+    outcomes = {name: measures_of(worlds[name].values())["accuracy"] for name in worlds}
+    heads = [f"{name}, {measure.title}" for name, measure in outcomes.items()]
+    rows = [["", *heads, *(MEASURES[key].title for key in means)]]
     for policy in dict.fromkeys(name for policies in worlds.values() for name in policies):
-        rights = [cell(policies.get(policy, {}), "accuracy", True) for policies in worlds.values()]
+        rights = []
+        for name, measure in outcomes.items():
+            rights.append(cell(worlds[name].get(policy, {}), "accuracy", measure, True))
         played = [policies[policy] for policies in worlds.values() if policy in policies]
         mean = {}
         for key in means:
             values = [scores[key] for scores in played]
             mean[key] = None if None in values else fmean(values)
-        rows.append([policy, *rights, *(cell(mean, key) for key in means)])
+        rows.append([policy, *rights, *(cell(mean, key, MEASURES[key]) for key in means)])
     return rows
 
 
 def _world(name: str, policies: dict[str, Json]) -> Json:
     """The tables and figures of a world."""
     rates, rewards, calls_by_preference = {}, {}, {}
-    differences = [["", *(MEASURES[key].title for key in MAIN)]]
+    known = measures_of(policies.values())
+    compared = [key for key in MAIN if key in known]
+    differences = [["", *(known[key].title for key in compared)]]
     for policy, scores in policies.items():
         rates[policy] = {f"pass^{k}": rate for k, rate in enumerate(scores["pass_hat"], 1)}
         parts = scores["by_preference"].items()
@@ -73,12 +81,14 @@ def _world(name: str, policies: dict[str, Json]) -> Json:
         for preference, calls in scores["calls_by_preference"].items():
             calls_by_preference[f"{policy}, {preference}"] = calls
         if policy != next(iter(policies)):
-            differences.append([policy, *(difference(scores["behind"], key) for key in MAIN)])
+            behind = scores["behind"]
+            differences.append([policy, *(difference(behind, key, known[key]) for key in compared)])
     return {
         "name": name,
         "frontiers": frontiers(policies, name),
         "scores": scores_table(policies),
         "failures": failures(policies),
+        "answers": answers_table(policies),
         "pass_hat": _numbers(rates, percent),
         "calls": _numbers({policy: scores["calls"] for policy, scores in policies.items()}),
         "calls_by_preference": _numbers(calls_by_preference),

@@ -15,10 +15,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from nanorchestra.errors import UserError
 from nanorchestra.files import read_text, write_whole
 from nanorchestra.report import plots
-from nanorchestra.report.tables import changes_table, held_out_scores, scores_table
+from nanorchestra.report.tables import (
+    answers_table,
+    calls_table,
+    changes_table,
+    held_out_scores,
+    scores_table,
+)
 from nanorchestra.report.trace import Attempt, Pair, instructive
 from nanorchestra.schemas import Json
 from nanorchestra.training.run import RunFolder
+from nanorchestra.units import is_graded
 
 TEMPLATES = Environment(
     autoescape=True,
@@ -41,15 +48,17 @@ def write_report(path: str | Path, live: bool = False) -> None:
     rows, summary = list(run.rows("metrics")), run.summary()
     warm_start = [row for row in rows if row["phase"] == "warm_start"]
     grpo = [row for row in rows if row["phase"] == "grpo"]
-    policies, splits = {}, {}
+    policies, splits, calls = {}, {}, []
     if summary:
         policies = held_out_scores(summary)
         before, after = (summary["held_out"][side] for side in ("before", "after"))
         for split, title in SPLITS.items():
             splits[title] = changes_table(before[split], after[split])
+        calls = calls_table(after.get("calls_by_preference", {}), "")
 
+    outcome = plots.GRADED if any(map(is_graded, grpo)) else plots.RIGHT
     parts = {
-        "What it learns": plots.curves(grpo, plots.LEARNING),
+        "What it learns": plots.curves(grpo, [outcome, *plots.LEARNING]),
         "Which tools it calls, and who takes dollars and seconds": plots.curves(grpo, plots.TOOLS),
         "Health of the training": plots.curves(grpo, plots.HEALTH),
         "Warm start": plots.curves(warm_start, plots.WARM_START),
@@ -65,6 +74,8 @@ def write_report(path: str | Path, live: bool = False) -> None:
         grpo_steps=len(grpo),
         held_out=scores_table(policies),
         splits=splits,
+        answers=answers_table(policies),
+        calls=calls,
         frontier_images=frontiers(policies),
         curves={title: images for title, images in parts.items() if images},
         groups=groups,
@@ -80,11 +91,11 @@ def write_page(run: RunFolder, template: str, **values: object) -> None:
 
 
 def frontiers(policies: dict[str, Json], world: str = "") -> dict[str, str]:
-    """Returns the figures of right answers against cost, and turns, that can be drawn, by title."""
-    start = f"{world}: right" if world else "Right"
+    """Returns the figures of outcomes against cost, and turns, that can be drawn, by title."""
+    start = f"{world}: " if world else ""
     images = {
-        f"{start} answers and cost": plots.frontier(policies),
-        f"{start} answers and allowed turns": plots.frontier(policies, turns=True),
+        f"{start}outcomes and cost": plots.frontier(policies),
+        f"{start}outcomes and allowed turns": plots.frontier(policies, turns=True),
     }
     return {title: image for title, image in images.items() if image}
 

@@ -15,7 +15,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from nanorchestra.report.tables import shortened
+from nanorchestra.report.tables import measures_of, shortened
 from nanorchestra.schemas import Json
 from nanorchestra.units import Write, dollars, percent, seconds
 
@@ -72,13 +72,14 @@ class Panel(NamedTuple):
 
 LEARNING = (
     Panel("Reward that is trained on", "reward"),
-    Panel("Right answers", "accuracy", percent),
     Panel("Cost per task", "cost_usd", dollars),
     Panel("Time per task", "latency_s", seconds),
     Panel("Preference score", "preference"),
     Panel("Bans broken", "avoided_rate", percent),
     Panel("Parts of the reward by the price list", "reward_parts"),
 )
+RIGHT = Panel("Right answers", "accuracy", percent)
+GRADED = Panel("Outcome, and the share that is exact", "accuracy exact", percent)
 TOOLS = (
     Panel("Calls per trajectory, by kind of tool", "calls"),
     Panel("Cost per task, by payee", "costs_usd", dollars),
@@ -129,7 +130,7 @@ def curves(rows: Sequence[Json], panels: Sequence[Panel]) -> list[str]:
 
 
 def frontier(policies: dict[str, Json], turns: bool = False) -> str:
-    """Returns the SVG of right answers against cost, or against the turns allowed.
+    """Returns the SVG of right answers, or outcomes, against cost, or against the turns allowed.
 
     Scores by policy, with 95% intervals; the first two are drawn larger, in blue and orange. A
     policy without a price has no place on the axis of cost. "" if none has a place.
@@ -145,8 +146,9 @@ def frontier(policies: dict[str, Json], turns: bool = False) -> str:
         rows = math.ceil(len(shown) / 2)  # of the legend
         figure = Figure(figsize=(FRONTIER_WIDTH, FRONTIER_HEIGHT + LEGEND_ROW * rows))
         axes = figure.subplots()
-        axes.set_title("Right answers on held-out tasks")
-        _write_axis(axes.yaxis, percent)
+        measure = measures_of(shown.values())["accuracy"]
+        axes.set_title(f"{measure.title.capitalize()} on held-out tasks")
+        _write_axis(axes.yaxis, measure.write)
         if turns:
             axes.set_xlabel("turns allowed")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))

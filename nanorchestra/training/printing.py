@@ -4,7 +4,7 @@ from tqdm import tqdm
 
 from nanorchestra.schemas import Json
 from nanorchestra.training.distributed import Ranks
-from nanorchestra.units import dollars, percent, seconds
+from nanorchestra.units import decimal, dollars, is_graded, percent, seconds
 
 WARM_START_LINES = 20  # steps of a warm start from one printed line to the next
 
@@ -29,10 +29,13 @@ def step_line(row: Json, steps: int) -> str:
         if row["step"] % WARM_START_LINES:
             return ""
         return f"warm start step {row['step']:4d}/{steps}  loss {row['loss']:.3f}  {speed}"
+    outcome = f"right {percent(row['accuracy'])}"
+    if is_graded(row):
+        outcome = f"outcome {decimal(row['accuracy'])}  exact {percent(row['exact'])}"
     line = (
         f"step {row['step']:4d}/{steps}  reward {row['reward']:.3f}  "
-        f"right {percent(row['accuracy'])}  cost {dollars(row['cost_usd'])}  "
-        f"time {seconds(row['latency_s'])}  preference {row['preference']:.3f}  {speed}"
+        f"{outcome}  cost {dollars(row['cost_usd'])}  time {seconds(row['latency_s'])}  "
+        f"preference {row['preference']:.3f}  {speed}"
     )
     if "loss" not in row:
         reasons = ", ".join(row["filtered"]) or "nothing was sampled"
