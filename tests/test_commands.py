@@ -45,7 +45,7 @@ TORCHRUN = re.compile(r"torchrun --nproc-per-node \d+ ")
 RUN = {
     "python serve.py --ask 'What is the code of parcel 350? Keep it cheap.'",
     "python serve.py --ask 'What is 47 * 6?'",
-    "python evaluate.py --policy router oracle-router program perfect",
+    "python evaluate.py --policy router program perfect",
     "python train.py --plan --config qwen3-8b --gpus 8",
     "python train.py --plan --config qwen3-8b-qlora --gpu 4090",
     "python data_gen.py --show 5",
@@ -77,7 +77,6 @@ NOT_TRIED = {  # the beginning of a command, and why it is not tried
 }
 YOURS = {  # files of the reader, and the page that says what is in them
     "mine.toml": "docs/tools.md",
-    "judge.toml": "docs/training.md",
     "my_tools.json": "docs/worlds.md",
     "my_tools.py": "docs/tools.md",
     "toolorchestra_tools.json": "docs/tools.md",
@@ -102,7 +101,6 @@ COMPARED = {  # how the transcripts begin that are compared
 }
 NOT_COMPARED = {  # how other untagged blocks begin, and why they are not compared
     "$ python tools.py serve-index": "shortened; tests/serving/test_retrieval.py has such answers",
-    "strongest: 6 of 40 attempts failed": "an endpoint that fails",
     "calls: {": "progress of MCP; tests/serving/test_mcp_server.py has such messages",
 }
 FILE = re.compile(r"(?:^|[:,=@ ])([\w./-]+\.(?:py|toml|jsonl?|txt))(?=$|[,:= ])")
@@ -221,7 +219,7 @@ def read_arguments(command: str, monkeypatch) -> None:
     def parse_args(self, *given):
         raise ParsedError(real(self, *given))
 
-    def choose_run(options):
+    def choose_run(options, words):
         raise ParsedError(options)
 
     command = re.sub("--resume [^ ]+", "", command.removesuffix(" ..."))  # there are no runs

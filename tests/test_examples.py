@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 
 import evaluate
 import train
+from examples.make24 import Make24
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.model.checkpoint import NANO
@@ -47,6 +50,24 @@ def test_the_tools_of_the_example_are_called():
     assert (result.content, result.cost_usd, tool.name) == ("124.00 USD", 0.001, "convert")
 
 
+def test_the_world_of_the_example_pays_a_true_solution_alone_in_full():
+    """Nothing that is said whatever is asked, the target least of all, pays much."""
+    tasks = [Make24() for _ in range(300)]
+    for seed, task in enumerate(tasks):
+        task.reset(seed)
+        chosen = [c for k in (2, 3, 4) for c in combinations(task.numbers, k)]
+        assert any(task.reward(" + ".join(map(str, each))) == 1 for each in chosen)
+        for each in chosen:
+            paid = task.reward(f"{' + '.join(map(str, each))} = {sum(each)}")
+            assert (paid == 1) == (sum(each) == task.target)
+        for answer in ("", "none", f"{task.target} + 0", "9" * 5000, "1 + 1 + 1 + 1 + 1"):
+            assert task.reward(answer) == 0, answer
+    same = [" + ".join(map(str, each)) for k in (1, 2, 3) for each in combinations(range(1, 10), k)]
+    for answer in same:
+        assert fmean(task.reward(answer) for task in tasks) < 0.2, answer
+    assert fmean(task.reward(str(task.target)) for task in tasks) < 0.1
+
+
 def test_a_reward_is_given_the_group_and_what_the_project_pays(tmp_path):
     frugal, one_call = (load_reward(f"{REWARD}:{name}", TASK) for name in ("frugal", "one_call"))
     paid = np.array([0.5, 0.0])
@@ -62,28 +83,6 @@ def test_a_reward_is_given_the_group_and_what_the_project_pays(tmp_path):
     )
     assert load_reward(f"{tmp_path}/sees.py:sees", TASK)(TASK, attempts(), paid).tolist() == [0, 2]
     assert paid.tolist() == [0.5, 0.0] and load_reward("", TASK) is None
-
-
-@pytest.mark.parametrize(
-    "code, says",
-    [
-        ("def pay(group):\n    return 1\n", "pay: it returned 1; it must return 2 finite numbers"),
-        ("def pay(group):\n    x = 1\n    return x / 0\n", "pay, line 3: ZeroDivisionError"),
-        ("pay = 3\n", "has no function 'pay'"),
-        (None, "r.py: cannot be read"),
-    ],
-)
-def test_a_wrong_reward_is_one_line(tmp_path, code, says):
-    if code is not None:
-        (tmp_path / "r.py").write_text(code)
-    with pytest.raises(UserError) as error:
-        load_reward(f"{tmp_path}/r.py:pay", TASK)
-    assert says in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_name_without_function_is_one_line():
-    with pytest.raises(UserError, match="must be FILE.py:FUNCTION"):
-        load_reward("r.py", TASK)
 
 
 def test_a_run_is_paid_by_the_function_and_goes_on_only_with_it(make_training, tmp_path, capsys):
@@ -119,7 +118,6 @@ def test_an_evaluation_is_paid_by_the_function(tmp_path, monkeypatch):
     for row in map(json.loads, file.read_text().splitlines()):
         assert row["reward"] == pytest.approx(row["outcome"] - 10 * row["cost_usd"])
     assert "my_reward.py" in (tmp_path / "evaluation" / "config.toml").read_text()
-    assert evaluate.main(["--policy", "program", "--reward", "no.py:f", "--run", "b"]) == 2
 
 
 def test_a_policy_that_cannot_know_its_tools_is_told(tmp_path):

@@ -35,7 +35,7 @@ BELOW["docs"] = BELOW["worlds"] | {"worlds"} | COMMANDS
 CORE = {f"nanorchestra.{package}" for package in ("model", "engine", "agent", "training")}
 
 OUTSIDE = "tests/", "benchmarks/", "examples/"  # examples are programs of users
-OPTIONAL = {"gguf", "huggingface_hub", "litellm", "tau2"}
+OPTIONAL = {"gguf", "huggingface_hub", "litellm", "pyarrow", "tau2"}
 # They bring huggingface_hub, gguf, jinja2, mcp and FastAPI, which few commands need.
 DOORS = {f"nanorchestra.formats.{name}" for name in ("hub", "gguf", "template")}
 LAZY = DOORS | {"nanorchestra.tools.mcp", "nanorchestra.serving.retrieval"}
@@ -52,10 +52,10 @@ TORCH_FREE = (
     "agent.loop",
 )
 
-# Packages whose modules have another name; that uvicorn takes by itself; of tau2-bench alone.
+# Packages whose modules have another name; that uvicorn takes by itself; of tau2-bench and Parquet.
 PACKAGES = {"faiss": "faiss-cpu", "tomli_w": "tomli-w"}
 UNNAMED = {"httptools", "uvloop"}
-ELSEWHERE = {"litellm", "tau2"}
+ELSEWHERE = {"litellm", "pyarrow", "tau2"}
 
 
 if not (ROOT / ".git").exists():  # an archive has no list of its files

@@ -18,12 +18,14 @@ def scores(reward, **changes):
     return {
         "reward": reward,
         "accuracy": 0.5,
+        "exact": 0.5,
         "cost_usd": 0.002,
         "cost_per_correct_usd": 0.004,
         "latency_s": 3.0,
         "intervals": {"accuracy": [0.4, 0.6]},
         "pass_hat": [0.5, 0.3],
         "published": 0.125,
+        "most_frequent_answer": {"answer": f"{EVIL}\x1b[2J", "share": 0.75},
         "calls": {"large": 0.5, EVIL: 0.1},
         "calls_by_preference": {"cheap": {"large": 0.25}},
         "seconds_by": {"policy": 1.0},
@@ -56,13 +58,16 @@ def test_the_page_has_the_numbers_of_the_summary_and_runs_nothing(tmp_path):
     rows += [attempt("a/model:turns=2", n, 0.5) for n in range(20)]
     page = page_of(tmp_path / "one", {name: scores(n / 4) for n, name in enumerate(names)}, rows)
     assert page.loads_and_runs_nothing() and page.text.count(EVIL) > 8
-    summary, measures, passes, calls, by_preference, seconds, preferences, behind = range(8)
+    summary, measures, passes, answers, calls, by_preference, seconds, preferences, behind = range(
+        9
+    )
     assert page.row("perfect", summary) == {
         "": "perfect",
-        "desk": "50.0% ±10.0%",
+        "desk, right": "50.0% ±10.0%",
         "cost": "$0.002",
         "time": "3.0 s",
     }
+    assert page.row("perfect", answers)["of the attempts"] == "75.0%"
     shown = page.row("perfect", measures)
     assert (shown["reward"], shown["appendix L"], shown["tasks"]) == ("0.500", "0.125", "12")
     assert page.row("perfect", passes)["pass^2"] == "30.0%"
@@ -71,7 +76,7 @@ def test_the_page_has_the_numbers_of_the_summary_and_runs_nothing(tmp_path):
     assert page.row("perfect", seconds)["policy"] == "1.0 s"
     assert page.row("perfect", preferences)["cheap"] == "0.500"
     assert page.row("perfect", behind)["reward"] == "+0.100 [-, -] p=0.2"
-    assert "answers and cost" in page.text and "answers and allowed turns" in page.text
+    assert "outcomes and cost" in page.text and "outcomes and allowed turns" in page.text
     shown = re.findall(r"(\w+): a/model earns (\w+).*\n(preference \d+)\n", page.text)
     assert shown == [
         ("cheap", "more", "preference 19"),
@@ -87,6 +92,16 @@ def test_failures_and_missing_prices_stand_in_the_tables(tmp_path):
     assert f"a: 3 of 12 attempts failed, and are in no mean: {EVIL}" in page.text
     assert page.row("a")["cost"] == page.row("a", 1)["cost"] == "-"
     assert page.row("b")["cost"] == "$0.002"
+
+
+def test_partial_credit_is_an_outcome_beside_the_share_that_is_exact(tmp_path):
+    policies = {"a": scores(0.2), "b": scores(0.4, accuracy=0.72, exact=0.1)}
+    page = page_of(tmp_path / "one", policies)
+    assert "right" not in {title for table in page.tables for title in table[0]}
+    assert page.row("b")["desk, outcome"] == "0.720 ±0.100"
+    assert (page.row("b", 1)["outcome"], page.row("b", 1)["exact"]) == ("0.720 ±0.100", "10.0%")
+    assert "Outcome on held-out tasks" in plots.frontier(policies)
+    assert "Right on held-out tasks" in plots.frontier({"a": policies["a"]})
 
 
 def test_a_policy_without_a_price_has_no_place_on_the_axis_of_cost():

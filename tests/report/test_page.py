@@ -13,6 +13,8 @@ from nanorchestra.training.run import RunFolder
 
 EVIL = '</pre></script><script>alert(1)</script><img src="http://evil.example" onerror="alert(2)">'
 SCORES = {"reward": 0.25, "accuracy": 0.7, "cost_usd": 0.002, "latency_s": 2.0}
+SCORES["most_frequent_answer"] = {"answer": "42", "share": 0.5}
+SCORES["calls_by_preference"] = {"cheap": {"ant": 0.5}}
 BETTER = SCORES | {"reward": 0.5, "intervals": {"reward": [0.4, 0.6]}}
 HELD_OUT = {
     "before": SCORES | {"by_preference": {"cheap": SCORES}, "by_kind": {"chain": SCORES}},
@@ -58,7 +60,7 @@ def test_the_page_can_be_written_at_every_stage(run, stage):
     assert ("Calls per trajectory, by kind of tool" in page.text) == (stage in ("one", "whole"))
     assert ("Loss, nats per token" in page.text) == (stage != "empty")
     assert "GRPO loss" not in page.text, "a panel without numbers is left out"
-    assert len(page.tables) == (3 if stage == "whole" else 0)
+    assert len(page.tables) == (5 if stage == "whole" else 0)
     assert page.loads_and_runs_nothing() and 'preset = "nano"' in page.text
 
 
@@ -74,8 +76,10 @@ def test_the_tables_have_the_numbers_of_the_summary(run):
         "time": "2.0 s",
     }
     assert page.row("strongest")["reward"] == "0.250"
-    assert page.row("cheap", table=1)["reward"] == "0.250 → 0.500"
-    assert page.row("chain", table=2)["right"] == "70.0% → 70.0%"
+    assert page.row("after GRPO", table=1)["of the attempts"] == "50.0%"
+    assert page.row("cheap", table=2)["reward"] == "0.250 → 0.500"
+    assert page.row("chain", table=3)["right"] == "70.0% → 70.0%"
+    assert page.row("cheap", table=4)["ant"] == "0.50"
     assert "431 s (7.2 min)" in page.text and "1.48 million" in page.text
 
 

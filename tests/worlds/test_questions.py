@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import itertools
 import json
 import random
@@ -24,15 +25,16 @@ from nanorchestra.agent.world import demonstrates
 from nanorchestra.config import RolloutSection, TaskSection
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import UserError
+from nanorchestra.formats import hub
 from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO
 from nanorchestra.records import Preference, Price, ToolCall
 from nanorchestra.training import build
 from worlds.load import open_world
-from worlds.questions import load_rows
+from worlds.questions import PUBLISHED, load_rows
 from worlds.terminal import questions_of
 
-PUBLISHED = Path(__file__).parents[2] / "assets" / "toolorchestra.toml"
+ROLES_FILE = Path(__file__).parents[2] / "assets" / "toolorchestra.toml"
 HOSTS = ("openai", "together", "here")
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": 2 * n} for n in range(60)]
 MODELS = {"strong": [1.25, 10], "middle": [0.25, 2], "quick": [0.8, 0.8], "judge": [1.25, 10]}
@@ -62,10 +64,10 @@ def lines(path, rows):
 def world(tmp_path, sandbox):
     """world(rows, **settings) opens a file of questions, with simulated experts."""
 
-    def make(rows=ROWS, url="http://127.0.0.1:9/v1", **settings):
+    def make(rows=ROWS, name="", **settings):
         file = lines(tmp_path / "rows.jsonl", rows)
-        settings = {"judge": "judge", "tools": catalogue(tmp_path, url)} | settings
-        return open_world(TaskSection(f"questions:{file}", **settings), 0, sandbox)
+        settings = {"judge": "judge", "tools": catalogue(tmp_path)} | settings
+        return open_world(TaskSection(name or f"questions:{file}", **settings), 0, sandbox)
 
     return make
 
@@ -121,11 +123,8 @@ def test_serve_describes_an_expert_as_evaluation_and_training_do(world, tmp_path
 
 def test_no_question_is_both_trained_on_and_held_out(world):
     worlds = world([*ROWS, *ROWS])
-    train_on, held_out = (
-        [worlds.task("train", i) for i in range(200)],
-        [worlds.task("held_out", i) for i in range(200)],
-    )
-    seen, kept = ({task.question for task in tasks} for tasks in (train_on, held_out))
+    seen = {worlds.task("train", i).question for i in range(200)}
+    kept = {worlds.task("held_out", i).question for i in range(200)}
     assert not seen & kept and len(seen | kept) == 60 and 4 < len(kept) < 22
 
 
@@ -227,21 +226,79 @@ def test_a_row_that_is_no_question_is_left_out_with_one_line(tmp_path, capsys):
         load_rows(lines(tmp_path / "rows.jsonl", bad[:1]))
 
 
-@pytest.mark.parametrize(
-    "settings, problem",
-    [
-        ({"tools": "", "judge": ""}, "needs a catalogue"),
+def test_what_does_not_fit_the_catalogue_is_named(world):
+    for settings, problem in (
         ({"preference": "never=stong"}, "task.preference: there is no stong"),
-        ({"rows": ROWS[:1]}, "are too few"),
-        (
-            {"rows": [*ROWS, ROWS[0] | {"vector": {"never": ["stong"]}}]},
-            "question 61: there is no stong to ban",
-        ),
+        ({"rows": [ROWS[0] | {"vector": {"never": ["stong"]}}]}, "question 1: there is no stong"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            world(**settings)
+
+
+def test_a_set_without_a_split_is_played_whole_and_demands_none(world):
+    few = world(ROWS[:1])
+    assert few.task("all", 0).question == ROWS[0]["question"] and few.size("all") == 1
+    (missing,) = [split for split in ("train", "held_out") if not few.splits[split]]
+    for asked in (few.size, lambda split: few.task(split, 0)):
+        with pytest.raises(
+            UserError, match="none of 1 questions is (held out|for training); every"
+        ):
+            asked(missing)
+
+
+QUOTED = 'Who said\t"no"?\nAda or Bob?'
+COLUMNS = {  # as they are published, but for some that are not read
+    "frames": ["", "Prompt", "Answer", "wikipedia_link_1", "reasoning_types"],
+    "hle": ["id", "question", "image", "answer", "rationale", "category"],
+}
+WRITTEN = {  # rows by column; no tool can see the picture
+    "frames": [
+        [0, QUOTED, "Ada", "https://a", "Tabular reasoning"],
+        [1, "How many?", "42", "", "Numerical reasoning"],
     ],
-)
-def test_what_does_not_fit_the_catalogue_is_named(world, settings, problem):
-    with pytest.raises(UserError, match=problem):
-        world(**settings)
+    "hle": [
+        ["6a", QUOTED, "", "Ada", "r", "Math"],
+        ["6b", "What is shown?", "data:" + "x" * 200_000, "B", "r", "Art"],
+    ],
+}
+
+
+@pytest.mark.parametrize("suffix", ["tsv", "csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_published_set_is_read_as_it_is(name, suffix, world, tmp_path, monkeypatch, capsys):
+    """By its file, or by its name from the hub."""
+    file = tmp_path / f"test.{suffix}"
+    rows = [dict(zip(COLUMNS[name], row, strict=True)) for row in WRITTEN[name]]
+    if suffix == "jsonl":
+        lines(file, rows)
+    elif suffix == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        with file.open("w", newline="") as out:
+            writer = csv.DictWriter(out, COLUMNS[name], delimiter="\t" if suffix == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    asked = []
+    monkeypatch.setattr(
+        hub, "hf_hub_download", lambda *what, repo_type: asked.append((*what, repo_type)) or file
+    )
+    read = load_rows(file)
+    for word in (f"questions:{file}", name):
+        opened = world(name=word)
+        questions = {opened.task("all", i).question for i in range(opened.size("all"))}
+        assert questions == {row.question for row in read}
+    assert asked == [(*PUBLISHED[name], "dataset")]
+    first = read[0]
+    assert (first.question, first.answer) == (QUOTED, "Ada")
+    if name == "frames":
+        assert [row.kind for row in read] == ["Tabular reasoning", "Numerical reasoning"]
+        assert read[1].answer == "42" and len(read) == 2
+    else:
+        assert [(row.id, row.kind) for row in read] == [("6a", "Math")]
+        assert "1 of 2 rows are left out; the first:" in capsys.readouterr().err
 
 
 ROLES = {
@@ -330,11 +387,9 @@ def test_rows_whose_calls_do_not_lead_to_the_answer_teach_nothing(world, capsys)
     wrong = {"calls": [{"tool": "python", "arguments": {"code": "print('no')"}}]}
     with pytest.raises(UserError, match="calls of .* rows lead to no result"):
         world([row | wrong for row in ROWS]).lesson(0)
-    for calls, problem in (
-        ([{"tool": "python", "arguments": {"code": 3}}], "calls: python: code"),
-    ):
-        with pytest.raises(UserError, match=problem):
-            world([*ROWS, {"question": "Which?", "answer": "x", "calls": calls}])
+    unfit = {"calls": [{"tool": "python", "arguments": {"code": 3}}]}
+    with pytest.raises(UserError, match="calls: python: code"):
+        world([*ROWS, {"question": "Which?", "answer": "x"} | unfit])
     capsys.readouterr()
     assert not demonstrates(world([row | {"calls": [{"tool": "perl"}]} for row in ROWS]))
     assert "calls of tools that the catalogue lacks: perl (60 rows)" in capsys.readouterr().err
@@ -365,7 +420,7 @@ def test_grpo_on_recorded_replies_is_the_run_that_was_recorded(
         options = ["--config", "toolorchestra-8b", "--dry-run", "--run.root", str(tmp_path / name)]
         options += ["--rollout.temperature", "4", "--rollout.lockstep", "true"]
         options += ["--task.world", f"questions:{rows}", "--task.experts", word, "--run.seed", seed]
-        options += ["--task.tools", f"{PUBLISHED},{tmp_path}/mine.json", "--task.judge", "judge"]
+        options += ["--task.tools", f"{ROLES_FILE},{tmp_path}/mine.json", "--task.judge", "judge"]
         return train.main(options)
 
     kept = tmp_path / "kept"

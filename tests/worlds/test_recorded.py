@@ -17,14 +17,11 @@ from openai_server import openai_server, said
 
 import evaluate
 from nanorchestra.config import TaskSection
-from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, ToolCall
-from nanorchestra.tools.replies import ReplyStore
-from nanorchestra.tools.spending import Spending
 from worlds import metrics
 from worlds.load import open_world
 from worlds.programs import ProgramAttempt, play_program
-from worlds.recorded import load_cases, record
+from worlds.recorded import load_cases
 from worlds.recorded_programs import Baselines, Chance, Plan
 
 SKILLS = {"ant-1-2024": 0.75, "ant-2-2024": 0.7, "bee-2023": 0.7, "cat": 0.5}
@@ -148,10 +145,11 @@ def test_a_question_is_told_as_it_is_and_answers_are_texts(tmp_path):
     assert task.question == f"What is {task.data['case']}?"
 
 
-def test_the_teacher_asks_anyone_and_answers_as_most_do(tmp_path):
+def test_the_teacher_asks_anyone_answers_as_most_do_and_says_how_likely_that_was(tmp_path):
+    """The probabilities of the different lessons of a case add up to 1."""
     world = opened(tmp_path, rows(100))
     asked = set()
-    for index in range(240):
+    for index in range(120):
         most = index % 3
         env, lessons = world.lesson(index, most)
         *calls, last = lessons
@@ -159,35 +157,15 @@ def test_the_teacher_asks_anyone_and_answers_as_most_do(tmp_path):
         assert said.count(last.content) == max(map(said.count, said))
         assert {lesson.thought for lesson in lessons} == {env.task.preference.name}
         assert len(env.tools) == (most or 4)
-        asked.add(tuple(lesson.call.name for lesson in calls))
-    assert {len(names) for names in asked} == {1, 2, 3, 4}
-
-
-def test_the_teacher_says_how_likely_its_turns_were(tmp_path):
-    """The probabilities of the different lessons of a case add up to 1."""
-    made = [{"id": n, "answers": {e: ["A", 1, 0.1] for e in ("ant", "bee")}} for n in range(20)]
-    world = opened(tmp_path, made)
-    lessons = {}
-    for index in range(200):
+        asked.add(len(calls))
+    assert asked == {1, 2, 3, 4}
+    alike = [{"id": n, "answers": {e: ["A", 1, 0.1] for e in ("ant", "bee")}} for n in range(20)]
+    world, likely = opened(tmp_path, alike), {}
+    for index in range(60):
         _, turns = world.lesson(index)
         names = tuple(turn.call.name if turn.call else "" for turn in turns)
-        lessons[names] = math.exp(sum(turn.logprob for turn in turns))
-    assert len(lessons) == 4 and sum(lessons.values()) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"id": None}, "line 3: id"),
-        ({"answers": {"ant-1-2024": ["A", 2, 0.1, 1]}}, "line 3: answers.ant-1-2024"),
-        ({"answers": {"cat": ["A", 1, 0.1]}}, "case case-2 has no answer of ant-1-2024, "),
-    ],
-)
-def test_a_wrong_line_is_told_by_file_line_and_field(tmp_path, change, problem):
-    cases = rows(100)
-    cases[2] |= change
-    with pytest.raises(UserError, match=problem):
-        opened(tmp_path, cases)
+        likely[names] = math.exp(sum(turn.logprob for turn in turns))
+    assert len(likely) == 4 and sum(likely.values()) == pytest.approx(1)
 
 
 def test_what_a_plan_comes_to_is_what_it_comes_to_when_it_is_played(tmp_path):
@@ -284,63 +262,47 @@ def test_chance_has_the_policy_s_calls_and_not_its_cascade(tmp_path):
     assert [t.outcome for t in alone] == [t.outcome for t in cat]
 
 
-def asked(folder, server, most=math.inf):
-    """Questions of which `strong` knows all and `quick` none, at the endpoint of a test."""
-    usd = {"strong": [1.0, 10.0], "quick": [0.1, 0.4]}
-    endpoint = {"endpoint": "here", "max_tokens": 500}
-    catalogue = {
-        "endpoints": {"here": {"base_url": server.url}},
-        "experts": {name: endpoint | {"model": name, "usd": usd[name]} for name in usd},
-        "tools": [{"name": n, "kind": "expert", "description": n, "expert": n} for n in usd],
-    }
-    (folder / "tools.json").write_text(json.dumps(catalogue))
-    made = [{"question": f"What is {n} plus {n}?", "answer": 2 * n} for n in range(3, 33)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    settings = {"tools": str(folder / "tools.json"), "preference": ""}
-    spending = Spending(most, ReplyStore(folder / "replies"))
-    name = f"questions:{folder / 'rows.jsonl'}"
-    return open_world(TaskSection(name, experts="real", **settings), 0, None, spending), settings
-
-
 def answer(body):
+    """`strong` knows all and `quick` nothing."""
     number = re.search(r"What is (\d+)", body["messages"][0]["content"])[1]
     return said(f"The answer is {2 * int(number)}." if body["model"] == "strong" else "7")
 
 
-def test_what_experts_answer_is_recorded_once_and_learned_from_as_it_is_asked(tmp_path):
-    log = tmp_path / "log.jsonl"
+def test_what_experts_answer_is_recorded_once_and_learned_from_as_it_is_asked(
+    tmp_path, monkeypatch, capsys
+):
+    """The command goes on where its dollars ended; the baselines play what it has written."""
+    monkeypatch.chdir(tmp_path)
+    usd = {"strong": [1.0, 10.0], "quick": [0.1, 0.4]}
+    endpoint = {"endpoint": "here", "max_tokens": 500}
+    tables = {
+        "experts": {name: endpoint | {"model": name, "usd": usd[name]} for name in usd},
+        "tools": [{"name": n, "kind": "expert", "description": n, "expert": n} for n in usd],
+    }
+    made = [{"question": f"What is {n} plus {n}?", "answer": 2 * n} for n in range(3, 33)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    command = ["--record", "log.jsonl", "--world", "questions:rows.jsonl", "--experts", "real"]
+    command += ["--tools", "tools.json", "--parallel", "1", "--max-usd"]
     with openai_server() as server:
         server.answer = answer
-        real, settings = asked(tmp_path, server, most=0.0057)
-        written, missing = record(real, log, parallel=1)  # the dollars suffice for some of them
-        assert written and missing and len(load_cases(log)) == written
-        real, settings = asked(tmp_path, server)
-        assert record(real, log, parallel=4) == (30, 0)
+        tables["endpoints"] = {"here": {"base_url": server.url}}
+        Path("tools.json").write_text(json.dumps(tables))
+        assert evaluate.main([*command, "0.0057"]) == 2
+        assert "cases lack an answer (--max-usd 0.0057 is reached)" in capsys.readouterr().err
+        assert 0 < len(load_cases(Path("log.jsonl"))) < 30
+        assert evaluate.main([*command, "1"]) == 0
+        assert "log.jsonl: 30 cases; paid $0.00189" in capsys.readouterr().out
         assert len(server.bodies) == 60  # nothing is asked twice
-    world = open_world(TaskSection(f"recorded:{log}", **settings), 0, None)
+    settings = {"tools": "tools.json", "preference": ""}
+    world = open_world(TaskSection("recorded:log.jsonl", **settings), 0, None)
+    real = open_world(TaskSection("questions:rows.jsonl", experts="real", **settings), 0, None)
+    asks = {task.question: task for task in tasks_of(real, "all")}
     for task in tasks_of(world):
         answers = world.case(task).answers
         assert [answers[name].right for name in ("strong", "quick")] == [1.0, 0.0]
         assert answers["strong"].usd > answers["quick"].usd > 0
-    asks = {task.question: task for task in tasks_of(real, "all")}
-    task = world.task("held_out", 0)
-    replayed = world.environment(task, 0)
-    env = real.environment(asks[task.question], 0)
-    assert (replayed.messages, replayed.tools) == (env.messages, env.tools)
-
-
-def test_the_command_records_and_goes_on_and_plays_the_baselines(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with openai_server() as server:
-        server.answer = answer
-        asked(tmp_path, server)
-        command = ["--record", "log.jsonl", "--world", "questions:rows.jsonl", "--experts", "real"]
-        command += ["--tools", "tools.json", "--parallel", "1"]
-        assert evaluate.main([*command, "--max-usd", "0.0057"]) == 2
-        assert "cases lack an answer (--max-usd 0.0057 is reached)" in capsys.readouterr().err
-        assert evaluate.main([*command, "--max-usd", "1"]) == 0
-        assert "log.jsonl: 30 cases; paid $0.00189" in capsys.readouterr().out
-        assert len(server.bodies) == 60
+        replayed, env = world.environment(task, 0), real.environment(asks[task.question], 0)
+        assert (replayed.messages, replayed.tools) == (env.messages, env.tools)
     play = ["--world", "recorded:log.jsonl", "--policy", "strong", "chance", "best", "quick"]
     assert evaluate.main([*play, "--run", "a"]) == 0
     (summary,) = json.loads(Path("runs/a/summary.json").read_text())["worlds"].values()

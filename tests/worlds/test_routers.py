@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 
 from nanorchestra.agent.attempts import play
+from nanorchestra.agent.threads import in_daemons
 from nanorchestra.config import TaskSection
 from nanorchestra.model.checkpoint import NANO
 from worlds.desk import Desk
@@ -43,6 +46,24 @@ def test_an_attempt_is_billed_for_every_call(sandbox):
         assert attempt.cost_usd == pytest.approx(sum(result.cost_usd for result in spent))
         assert attempt.latency_s == pytest.approx(sum(result.latency_s for result in spent))
         assert sum(attempt.calls.values()) == len(spent) > 0
+
+
+def test_attempts_run_side_by_side_and_none_begins_when_results_are_not_asked_for():
+    """As after Ctrl-C: the process does not wait for those that run, nor pays for more."""
+    gate, begun = threading.Event(), []
+
+    def call(number):
+        begun.append(number)
+        assert number < 1 or gate.wait(9)
+        return number
+
+    results = in_daemons(call, range(40), 3)
+    assert next(results) == 0
+    results.close()
+    gate.set()
+    time.sleep(0.1)
+    assert len(begun) <= 4
+    assert list(in_daemons(str, range(40), 3)) == [str(number) for number in range(40)]
 
 
 def test_the_routers_of_any_world(tmp_path, sandbox):

@@ -37,16 +37,17 @@ def test_the_example_of_the_page_plays_with_its_own_reward(example, nano_tokeniz
     assert not held_out & {task.question for task in tasks}
     assert world.task("all", 3) == world.task("held_out", 3)
 
-    target, *numbers = map(int, re.findall(r"\d+", tasks[0].question))
+    environment = world.environment(tasks[0], 0)
+    numbers, target = environment.instance.numbers, environment.instance.target
     adds = call(name="add").replace('"text": "hi"', f'"numbers": {numbers[:2]}')
     cheats = call(name="add").replace('"text": "hi"', f'"numbers": {[*numbers, *numbers]}')
-    near = str(target - 3)
-    environment = world.environment(tasks[0], 0)
-    (attempt,), _ = play(nano_tokenizer, [cheats, adds, near], envs=[environment])
+    answer = " + ".join(map(str, numbers[:2]))
+    (attempt,), _ = play(nano_tokenizer, [cheats, adds, answer], envs=[environment])
     refused, added = (turn.results[0] for turn in attempt.turns[:2])
     assert refused.error and "ValueError: the numbers are" in refused.content
     assert added.content == str(sum(numbers[:2])) and attempt.calls == {"add": 2}
-    assert attempt.status == "answered" and attempt.outcome == pytest.approx(0.7)
+    missed = abs(target - sum(numbers[:2]))
+    assert attempt.status == "answered" and attempt.outcome == pytest.approx(1 - missed / 10)
 
 
 def test_only_public_methods_of_the_class_itself_are_tools(tmp_path):
@@ -100,38 +101,6 @@ def test_a_preference_and_an_answer_may_be_stated(tmp_path):
 
 RESET = "    def reset(self, seed):\n        return 'What?'\n"
 TOOL = "    def ask(self, what: str) -> str:\n        '''Asks.'''\n        return what\n"
-BAD = {
-    "no class": ("x = 1\n", "no class with a method reset"),
-    "a syntax error": ("class A\n", "line 1: SyntaxError"),
-    "reset raises": (
-        "class A:\n    def reset(self, seed):\n        return 1 / 0\n",
-        "A.reset, line 3: ZeroDivisionError",
-    ),
-    "a tool without docstring": (
-        f"class A:\n{RESET}    def ask(self, what: str) -> str:\n        return what\n",
-        "bad_world.py: A: function ask: it has no docstring",
-    ),
-    "a misspelt field": (
-        "class A:\n    def reset(self, seed):\n        return {'questoin': 'What?'}\n",
-        "A.reset: there is no questoin; did you mean question?",
-    ),
-    "a preference without bounds": (
-        "class A:\n    def reset(self, seed):\n"
-        "        return {'question': 'What?', 'preference': 'Be quick. latency=1'}\n",
-        "A.reset: preference weighs latency; state the most that an attempt may last",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_a_bad_file_is_one_line_that_names_it(tmp_path, kind):
-    text, says = BAD[kind]
-    file = tmp_path / "bad_world.py"
-    file.write_text(text)
-    with pytest.raises(UserError) as error:
-        opened(file)
-    assert str(file) in str(error.value) and says in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
