@@ -5,7 +5,7 @@
     python serve.py --model Qwen/Qwen3-0.6B     any question, with Python (docs/tools.md)
     python serve.py --model MODEL@URL           the same, of an OpenAI-compatible server
     python serve.py --model PATH --index DIR    and with search in an index
-    python serve.py --model PATH --tools FILE   with tools and experts of yours (docs/tools.md)
+    python serve.py --model PATH --tools python,FILE   and tools of yours (docs/tools.md)
     python serve.py --http                      OpenAI's API, and a page to chat (docs/serve.md)
     python serve.py --mcp                       a tool of MCP, on stdin and stdout (docs/serve.md)
     python serve.py --trace FILE                records every attempt, a JSON line each
@@ -26,13 +26,16 @@ import argparse
 import gc
 import io
 import json
+import math
 import os
 import re
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nanorchestra import SamplingParams, formats
 from nanorchestra.agent.loop import Rollout
@@ -52,8 +55,9 @@ from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import to_row
+from nanorchestra.units import dollars
 from worlds.load import knows_only_desk
-from worlds.policies import Policy, checkpoint_settings
+from worlds.policies import PRICE, Policy, checkpoint_settings
 from worlds.policies import parse as parse_policy
 from worlds.terminal import (
     COMMANDS,
@@ -66,6 +70,8 @@ from worlds.terminal import (
 )
 
 LEAVE = ("quit", "exit")  # at a prompt
+OLLAMA = "http://localhost:11434/v1"  # where it listens, as it comes
+LISTENS_S = 0.5  # to find out whether it does
 ENDPOINT_CONTEXT = 131072  # ids of a conversation, of which nano's tokenizer makes 1 of 1.6 bytes
 
 
@@ -81,7 +87,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--quantise", choices=MODES, help="round the weights, to fit a smaller GPU")
     add("--ask", help="answer this and end")
     add("--json", action="store_true", help="write a JSON object for each question")
-    add("--tools", help="a catalogue, see docs/tools.md (default: Python)")
+    add("--tools", help="a catalogue, see docs/tools.md (default: python)")
     add("--experts", default="real", help="real, record:DIR or replay:DIR, see docs/tools.md")
     add("--index", help="offer search in an index that tools.py built")
     add("--trace", type=Path, help="add every attempt to this file, as JSON")
@@ -96,7 +102,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default="",
         help="with --http: the variable that holds the API key",
     )
-    add("--seed", type=int, default=0, help="of sampling and simulated experts (default: 0)")
+    add("--seed", type=int, help="of sampling and simulated experts (default: 0)")
     for name, kind in (("temperature", float), ("top-p", float), ("top-k", int)):
         add(f"--{name}", type=kind, help="of sampling (default: as generation_config.json says)")
     options = parser.parse_args(arguments)
@@ -162,6 +168,29 @@ def is_endpoint(model: str) -> bool:
     return "://" in model and not re.match(r"https?://(www\.)?(huggingface|hf)\.co/", model)
 
 
+def check_model(word: str) -> None:
+    """Raises UserError unless --model is MODEL@URL, or has the form of a checkpoint's name.
+
+    The line has the forms that it may have, that of a server first if one listens where Ollama
+    does.
+    """
+    right = f"--model {word}: a model of a server is MODEL@URL, with http:// or https://"
+    require(is_endpoint(word) or not re.search(r"@[\w.-]+:\d+(/|$)", word), right)
+    if is_endpoint(word) or formats.names_model(word):
+        return
+    forms = [
+        "the path of a directory or a .gguf file",
+        "owner/name of the hub, such as Qwen/Qwen3-0.6B",
+        f"{word}@URL of a server, such as {word}@{OLLAMA}",
+    ]
+    address = urlsplit(OLLAMA)
+    with suppress(OSError), socket.create_connection((address.hostname, address.port), LISTENS_S):
+        forms = [f"{word}@{OLLAMA}, where a server listens", forms[1], forms[0]]
+    raise UserError(
+        f"--model {word}: no such file; it must be {'; '.join(forms[:2])}; or {forms[2]}"
+    )
+
+
 def endpoint_of(options: argparse.Namespace) -> Policy:
     """Returns the policy that --model MODEL@URL names, as evaluate.py has it. UserError."""
     policy = parse_policy(options.model, (), "--model")
@@ -179,6 +208,8 @@ def endpoint_of(options: argparse.Namespace) -> Policy:
     right = "leave out basic, none and usd; here /tools and /prefer do that"
     require(not limited, f"--model {options.model}: {right}")
     if options.temperature is not None:
+        right = f"--temperature is {options.temperature:g}; it must be 0 or more"
+        require(0 <= options.temperature < math.inf, right)
         policy.settings["temperature"] = options.temperature
     if ":context_tokens=" not in options.model:
         policy.settings["context_tokens"] = ENDPOINT_CONTEXT
@@ -191,11 +222,16 @@ def told(policy: Policy) -> str:
     price = "no price is known, so its tokens count as free; :input=X:output=X after the URL states"
     price += " US dollars per million tokens"
     if policy.priced:
-        price = "${input:g} in, ${output:g} out per million tokens".format(**policy.settings)
-    line = f"{name} at {url}, temperature {policy.settings['temperature']:g}; {price}"
+        usd_in, usd_out = (dollars(policy.settings[name]) for name in PRICE)
+        price = f"{usd_in} in, {usd_out} out per million tokens"
+    given = policy.settings.get("temperature")
+    sampling = "" if given is None else f", temperature {given:g}"
+    line = f"{name} at {url}{sampling}; {price}"
     if name.endswith(SERVED):
-        line += "; it plays a whole loop with tools of its own there, and shows nothing before its "
-        line += f"answer, which may take minutes, {TIMEOUT_S:g} s at most"
+        line += (
+            "; it plays a whole loop with tools of its own there, and shows no calls: an answer "
+        )
+        line += f"may take minutes, {TIMEOUT_S:g} s at most"
     return line
 
 
@@ -342,13 +378,13 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
     `pipes` are stdin and stdout of a client of MCP.
     """
     options.model = options.model or str(NANO)
+    check_model(options.model)
     remote = is_endpoint(options.model)
-    right = f"--model {options.model}: a model of a server is MODEL@URL, with http:// or https://"
-    require(remote or not re.search(r"@[\w.-]+:\d+(/|$)", options.model), right)
     if remote:
         policy = endpoint_of(options)
         title, model = policy.base.partition("@")[0], None
-        sampling = {"temperature": policy.settings["temperature"], "top_p": 1.0, "top_k": 0}
+        temperature = policy.settings.get("temperature")  # that of the server if none is given
+        sampling = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
     else:
         title, options.model = formats.title(options.model), formats.pinned(options.model)
         model = formats.directory_of(options.model)
@@ -356,7 +392,7 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         for name in sampling:
             if getattr(options, name) is not None:
                 sampling[name] = getattr(options, name)
-    SamplingParams(**sampling)  # checks it
+        SamplingParams(**sampling)  # checks it
     with Sandbox() as sandbox:
         replies = store_of(options.experts, "--experts")
         spending = Spending(replies=replies)
@@ -364,7 +400,9 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         if remote and title.endswith(SERVED):
             world = OpenQuestions([])  # it has tools of its own
         if remote:
-            rollout, about = policy.load(spending, 1), told(policy)
+            states_seed = options.seed is not None
+            rollout = policy.load(spending, 1).sampling(temperature, states_seed)
+            about = told(policy)
         else:
             rollout, about = local_rollout(options, model, sampling, world)
         if not rollout.tokenizer.markers:
@@ -379,7 +417,7 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
             serve_mcp(options, pipes, title, rollout, world, sampling)
             return 0
         terminal = Terminal(
-            rollout, world, about, options.seed, stream, options.trace, options.json
+            rollout, world, about, options.seed or 0, stream, options.trace, options.json
         )
         typing = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
         if options.ask or not typing:

@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Server:
     """`answer(body)` returns the reply to a request: a chat completion (see `said`), or bytes.
 
+    Or it returns a generator: the JSON of events (see `told`), or bytes, which are sent one by one.
+
     `status` is its HTTP status, `reply_headers` are its headers. `bodies` and `headers` hold what
     was asked, `open` how many requests are open and `most_open` how many were at once. `raw(send)`
     takes the place of all that: it sends whatever bytes it wants, and the connection closes after
@@ -39,6 +41,9 @@ class Server:
                 server.most_open = max(server.most_open, server.open)
                 reply = server.answer(body)
                 server.open -= 1
+                if isinstance(reply, Iterator):
+                    self.send_events(reply)
+                    return
                 reply = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.send_response(server.status)
                 self.send_header("Content-Length", str(len(reply)))
@@ -47,6 +52,18 @@ class Server:
                 self.end_headers()
                 with contextlib.suppress(OSError):  # the client has gone away
                     self.wfile.write(reply)
+
+            def send_events(self, events):
+                self.close_connection = True
+                self.send_response(200)
+                self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+                self.end_headers()
+                with contextlib.suppress(OSError):  # the client has gone away
+                    for event in events:
+                        data = event
+                        if not isinstance(event, bytes):
+                            data = f"data: {json.dumps(event)}\n\n".encode()
+                        self.wfile.write(data)
 
             def log_message(self, *args):
                 pass
@@ -77,3 +94,28 @@ def said(content=None, calls=(), finish="stop", usage=(10, 5), **more):
         "choices": [{"message": message, "finish_reason": finish}],
         "usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1]},
     }
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def told(whole, size=4):
+    """The events of a chat completion, whose texts come in pieces of `size` characters."""
+    choice = whole["choices"][0]
+    message = dict(choice["message"])
+    deltas = [{"role": message.pop("role")}]
+    calls = message.pop("tool_calls") or []
+    for name, text in sorted(message.items(), reverse=True):  # reasoning before content
+        deltas += [{name: text[i : i + size]} for i in range(0, len(text or ""), size)]
+    for index, call in enumerate(calls):
+        function = call["function"]
+        text, first = function["arguments"], {"name": function["name"], "arguments": ""}
+        deltas.append({"tool_calls": [call | {"index": index, "function": first}]})
+        for i in range(0, len(text), size):
+            piece = {"index": index, "function": {"arguments": text[i : i + size]}}
+            deltas.append({"tool_calls": [piece]})
+    for delta in deltas:
+        yield {"choices": [{"index": 0, "delta": delta, "finish_reason": None}], "usage": None}
+    yield {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    yield {"choices": [], "usage": whole["usage"]}
+    yield DONE

@@ -52,8 +52,9 @@ class Policy:
     """A policy as it was written, and what that means. `base` of a checkpoint is where it lies.
 
     `settings` are `tools` ("all", "basic" or "none"), and `usd` if the policy has a limit. A
-    checkpoint and an endpoint also have LIMITS, sampling and `from`, where these come from; a
-    checkpoint has `context` as rollout.context, an endpoint its PRICE if one is known.
+    checkpoint and an endpoint also have LIMITS and `from`, where these come from; a checkpoint has
+    sampling, and `context` as rollout.context, an endpoint a temperature if one is given, and its
+    PRICE if one is known.
     """
 
     text: str
@@ -71,12 +72,13 @@ class Policy:
 
         `spending` bounds and counts what an endpoint costs.
         """
-        stated = {name: self.settings[name] for name in (*LIMITS, "temperature")}
-        settings = RolloutSection(**stated, context=self.settings.get("context", "append"))
+        limits = {name: self.settings[name] for name in LIMITS}
+        settings = RolloutSection(**limits, context=self.settings.get("context", "append"))
         if self.kind == "endpoint":
             price = Price(self.settings.get("input", 0.0), self.settings.get("output", 0.0))
             tokenizer = Tokenizer.from_dir(NANO)
-            return EndpointRollout(self.base, price, tokenizer, settings, spending)
+            temperature = self.settings.get("temperature")
+            return EndpointRollout(self.base, price, tokenizer, settings, spending, temperature)
         sampling = {name: self.settings[name] for name in SAMPLING}
         return load_rollout(Path(self.base), settings, sampling, running)
 
@@ -167,8 +169,8 @@ def _check(settings, where) -> None:
 
 
 def endpoint_settings(base: str) -> Json:
-    """Returns limits, temperature and, if it is known, the price of MODEL@URL."""
-    settings = _default_limits(CONTEXT) | {"temperature": 1.0, "from": "evaluate.py"}
+    """Returns limits and, if it is known, the price of MODEL@URL."""
+    settings = _default_limits(CONTEXT) | {"from": "evaluate.py"}
     price = PRICES.get(base.partition("@")[0])
     if price:
         settings["input"], settings["output"] = price

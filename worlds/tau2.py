@@ -266,7 +266,9 @@ def lines_of(world: str, summaries: dict[str, Json]) -> list[str]:
 def _asked(policy: Policy, parallel: int) -> Iterator[tuple[str, Json]]:
     """Yields litellm's name of the policy and its arguments, while it can be asked. UserError."""
     rollout = policy.load(Spending(), parallel)
-    arguments = {"temperature": policy.settings["temperature"]}
+    arguments = {}
+    if "temperature" in policy.settings:
+        arguments["temperature"] = policy.settings["temperature"]
     if policy.kind == "endpoint":
         name, _, url = policy.base.partition("@")
         with _variables({ADDRESS: url, KEY: os.environ.get("OPENAI_API_KEY", "none")}):

@@ -173,6 +173,10 @@ class Attempt:
         self.trajectory.append_sampled(turn.token_ids, turn.logprobs, turn.weight_versions)
         self.rollout.bill_ids(self.trajectory)
 
+    def show(self, text: str) -> None:
+        """Emits what comes of the turn that is being sampled, before its ids are known."""
+        self._emit("text", self.stream.read(text))
+
     def _on_token(self, token: int, logprob: float):
         self._emit("text", self.stream.feed(token))
 

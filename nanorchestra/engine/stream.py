@@ -23,7 +23,10 @@ class TurnStream:
 
     def feed(self, *tokens: int, final: bool = False) -> list[tuple[str, str]]:
         """Returns the deltas that are certain once these are sampled."""
-        text = self._decoder.decode(self._tokenizer.text_bytes(tokens), final)
+        return self.read(self._decoder.decode(self._tokenizer.text_bytes(tokens), final))
+
+    def read(self, text: str) -> list[tuple[str, str]]:
+        """Returns the deltas that are certain once this text has come, whose ids are not known."""
         return self.parser.feed(text) if self._chat else [("content", text)]
 
     def finish(self) -> list[tuple[str, str]]:

@@ -121,7 +121,7 @@ def encode_assistant(
     Arguments that are text stay as given.
     """
     content = content.lstrip("\n")
-    written = _calls([(call.name, call.arguments) for call in calls], bool(content))
+    written = call_pieces([(call.name, call.arguments) for call in calls], bool(content))
     return _ids(tokenizer, (*_think(reasoning), content, *written, IM_END))
 
 
@@ -186,7 +186,7 @@ def _assistant(message, content, active, is_last) -> Iterator[str]:
         yield content
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
     calls = [(function["name"], function.get("arguments")) for function in functions]
-    yield from _calls(calls, bool(content))
+    yield from call_pieces(calls, bool(content))
     yield from (IM_END, "\n")
 
 
@@ -198,7 +198,7 @@ def _think(reasoning) -> tuple[str, ...]:
     return THINK, "\n" + reasoning.strip("\n") + "\n", THINK_END, "\n\n"
 
 
-def _calls(calls, after_content) -> Iterator[str]:
+def call_pieces(calls: Sequence[tuple[str, Json | str]], after_content: bool) -> Iterator[str]:
     """Yields (name, arguments) of each call; arguments that are text stay, absent ones are {}."""
     for k, (name, arguments) in enumerate(calls):
         if k or after_content:

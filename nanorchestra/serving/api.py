@@ -657,16 +657,19 @@ async def sampled(
     yield {"choices": [], "usage": usage(prompt, count, cached, reasoning)}
 
 
-async def orchestrated(attempt: ServedAttempt) -> AsyncIterator[Json]:
+async def orchestrated(attempt: ServedAttempt, streams: bool) -> AsyncIterator[Json]:
     """Yields the chunks of an attempt: what happens as it comes, the answer, then the usage.
 
-    A chunk is empty where the attempt is silent.
+    If it `streams`, the content of each turn comes as it is sampled, before it is known whether a
+    call follows; else the answer alone is content. A chunk is empty where the attempt is silent.
     """
     yield _chunk({"role": "assistant"})
     async with aclosing(attempt.follow()) as news:
         async for kind, payload in news:
             if kind == "reasoning":
                 yield _chunk({"reasoning_content": payload})
+            elif kind == "content" and streams:
+                yield _chunk({"content": payload})
             elif kind == "call":
                 yield _chunk({}, call=payload)
             elif kind == "result":
@@ -677,7 +680,8 @@ async def orchestrated(attempt: ServedAttempt) -> AsyncIterator[Json]:
     report = {name: getattr(t, name) for name in REPORTED}
     if t.answer and "answer" in (known := attempt.env.task.data):
         report |= {"right": t.outcome > 0, "expected": known["answer"]}
-    delta = {"content": t.answer} if t.answer else {}
+    rest = attempt.rest() if streams else t.answer
+    delta = {"content": rest} if rest else {}
     reason = "stop" if t.status == "answered" else "length"
     yield _chunk(delta, reason, turns=[asdict(turn) for turn in t.turns], **report)
     count = sum(t.sampled)
@@ -844,9 +848,10 @@ class Server(uvicorn.Server):
         self.defaults = defaults | {"max_tokens": self.limits.context}
         self.host, self.key = host, key
         self.service, self.alone = Service(rollout.engine, record), name
-        self.models = [] if rollout.engine is None else [name]
-        if rollout.tokenizer.markers:
-            self.models.append(name + SERVED)
+        # The first is what a client takes that asks for none: the one that does most.
+        self.models = [name + SERVED] if rollout.tokenizer.markers else []
+        if rollout.engine is not None:
+            self.models.append(name)
         self.grammars = Grammars(rollout.tokenizer)
         self.facts = {"models": self.models} | (about or {})
         route, lifespan = more(self, self._check_client) if more is not None else (None, None)
@@ -944,7 +949,7 @@ class Server(uvicorn.Server):
         require(
             not (self.needs_tools and is_bare),
             f"model: {self.alone} knows only its world's tools, and babbles without any; ask "
-            f"for {self.models[-1]}",
+            f"for {self.models[0]}",
         )
         self.service.check_room(body.choices)
         return body
@@ -974,7 +979,7 @@ class Server(uvicorn.Server):
             return_token_ids=(False,),
         )
         if self.rollout.engine is None:  # it has its own other settings
-            why = "an endpoint is given the temperature alone"
+            why = "an endpoint is given temperature and seed alone"
             require_values(body, why, top_p=(1.0,), top_k=(0,), ignore_eos=(False,))
         alone = body.model_copy(update={"messages": [last]})
         await asyncio.to_thread(self._prompts, alone)  # which must fit
@@ -986,8 +991,9 @@ class Server(uvicorn.Server):
             env.messages[:0] = before
             await asyncio.to_thread(self._prompts, body)
         sampling = {name: getattr(body, name) for name in SAMPLING}
-        attempt = ServedAttempt(self.service, self.rollout, env, seed, sampling)
-        return answer(body, orchestrated(attempt))
+        states_seed = body.seed is not None
+        attempt = ServedAttempt(self.service, self.rollout, env, seed, sampling, states_seed)
+        return answer(body, orchestrated(attempt, body.stream))
 
     def _prompts(self, body: AnyRequest) -> list[list[int]]:
         """Returns the ids of the prompts of a body. UserError if they do not fit the context."""

@@ -2,15 +2,19 @@
 
 Its messages come as text. Each is recorded as the ids that our policy would have sampled to say the
 same (chat.encode_assistant), and the loop parses and runs these. The ids' log-probabilities are
-unknown, None. No torch.
+unknown, None. A turn that is followed is shown as it comes. No torch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from nanorchestra.agent.context import Prompt
@@ -34,7 +38,8 @@ class EndpointRollout(Rollout):
 
     Its tokens cost `price`, as the server counts them. Its latency is measured, request by request.
     `spending` bounds what it costs. An attempt that only repeats itself ends, before all its turns
-    are paid for. UserError unless URL is a base URL.
+    are paid for. The server's own temperature holds unless one is given. UserError unless URL is a
+    base URL.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class EndpointRollout(Rollout):
         tokenizer: Any,
         settings: RolloutSection,
         spending: Spending,
+        temperature: float | None = None,
     ):
         name, _, url = model.partition("@")
         require(
@@ -52,18 +58,34 @@ class EndpointRollout(Rollout):
             "key: that comes from OPENAI_API_KEY",
         )
 
-        def params(seed, max_tokens):
-            return {
-                "model": name,
-                "seed": seed % 2**31,
-                "temperature": settings.temperature,
-                "max_completion_tokens": max_tokens,
-            }
-
+        self.name = name
+        params = self._params(temperature, states_seed=False)
         free = {"price": Price(0.0, 0.0), "seconds_per_token": 0.0}
         super().__init__(None, tokenizer, params, settings, **free, ends_repeats=True)
         self.server = Endpoint(url, "OPENAI_API_KEY")
         self.endpoint_price, self.spending = price, spending
+
+    def sampling(self, temperature: float | None, states_seed: bool) -> EndpointRollout:
+        """Returns it with a temperature, None for the server's, and each attempt's seed or none."""
+        rollout = copy(self)
+        rollout.params = self._params(temperature, states_seed)
+        return rollout
+
+    def _params(self, temperature, states_seed) -> Callable[[int, int], Json]:
+        """Returns what makes the fields of a request beside its messages and tools.
+
+        What is not given is not sent: servers of some models refuse any.
+        """
+
+        def params(seed, max_tokens):
+            fields = {"model": self.name, "max_completion_tokens": max_tokens}
+            if temperature is not None:
+                fields["temperature"] = temperature
+            if states_seed:
+                fields["seed"] = seed % 2**31
+            return fields
+
+        return params
 
     def bill_ids(self, t: Trajectory) -> None:
         """Does nothing: each request is billed by the tokens that the server counts."""
@@ -115,14 +137,21 @@ class EndpointConversation:
         """Returns the next turn, and adds its cost and its seconds to the trajectory.
 
         finish_reason "error": there is none, and `text` says why. "length" without ids: the user's
-        time is over. `on_token` gets the ids when the whole turn has come.
+        time is over. With `on_token` the attempt shows the text of the turn as it comes: its ids
+        are known when all of it has come.
         """
         rollout, user = self.rollout, self.attempt.user_limits
         max_tokens = params["max_completion_tokens"]
         charge = self._charge(self._most_tokens(), max_tokens)
         body, seconds = self._request(params), user.seconds_left()
-        ask = rollout.server.ask
-        reply = await in_thread(ask, body, rollout.spending, charge, seconds)
+        ask = partial(rollout.server.ask, body, rollout.spending, charge, seconds)
+        if on_token is None:
+            reply = await in_thread(ask)
+        else:
+            with ShownTurn(self.attempt.show) as shown:
+                reply = await in_thread(ask, shown.tell)
+                if not (reply.problem or shown.has_begun):  # a recorded one, or of no stream
+                    shown.add(read(reply.content))
         t = self.attempt.trajectory
         t.policy_usd += charge.price_of(reply)
         t.latency_s += reply.seconds
@@ -141,8 +170,6 @@ class EndpointConversation:
             ids = whole[:-1]  # a message that was cut has no end
         ids = ids[:max_tokens]
         self._record(reply.content, chat.parse(tokenizer, ids))
-        for token in ids if on_token else ():
-            on_token(token, None)
         return _completion(ids, "stop" if len(ids) == len(whole) else "length")
 
     def _request(self, params) -> Json:
@@ -182,17 +209,70 @@ class EndpointConversation:
         self.messages.append(turn)
 
 
+class ShownTurn:
+    """Shows a turn as it comes, as the text that our policy would have sampled.
+
+    `tell` may be called from other threads; what it tells after the end of the block is not shown.
+    """
+
+    def __init__(self, show: Callable[[str], None]):
+        self._show = show
+        self._loop = asyncio.get_running_loop()
+        self._section = ""  # of the turn: "", "reasoning", or "content" with its calls
+        self._is_over = False
+
+    def __enter__(self) -> ShownTurn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over = True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was shown."""
+        return bool(self._section)
+
+    def tell(self, part: Json) -> None:
+        """Shows what has come of a message, from another thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for it
+            self._loop.call_soon_threadsafe(self._add_part, part)
+
+    def _add_part(self, part):
+        if not self._is_over:
+            self.add(_parts(part))
+
+    def add(self, turn: ParsedTurn) -> None:
+        """Shows what has come of a turn."""
+        text = ""
+        if turn.reasoning and self._section != "content":
+            text += turn.reasoning if self._section else f"{THINK}\n{turn.reasoning}"
+            self._section = "reasoning"
+        if turn.content or turn.calls:
+            text += f"\n{THINK_END}\n\n" if self._section == "reasoning" else ""
+            text += turn.content
+            calls = [(call.name, call.arguments) for call in turn.calls]
+            text += "".join(chat.call_pieces(calls, after_content=True))
+            self._section = "content"
+        self._show(text)
+
+
 def read(message: Json) -> ParsedTurn:
     """Returns a message as the parts of a turn.
 
     Reasoning has a field of its own, or stands before </think> in the content. Arguments that are
     not JSON stay text.
     """
+    turn = _parts(message)
+    if turn.reasoning or THINK_END not in turn.content:
+        return turn
+    before, _, content = turn.content.partition(THINK_END)
+    return replace(turn, reasoning=before.split(THINK)[-1].strip(), content=content)
+
+
+def _parts(message: Json) -> ParsedTurn:
+    """Returns the fields of a message, or of what has come of it."""
     content = message.get("content") or ""
     reasoning = message.get("reasoning") or message.get("reasoning_content") or ""
-    if not reasoning and THINK_END in content:
-        before, _, content = content.partition(THINK_END)
-        reasoning = before.split(THINK)[-1].strip()
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"].get("arguments") or {}

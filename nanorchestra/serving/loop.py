@@ -217,20 +217,27 @@ class ServedAttempt(Attempt):
     """An attempt that one client follows, in a task of its own.
 
     `sampling` are the fields of SamplingParams that the client decides; an endpoint is given the
-    temperature of them.
+    temperature of them, and the seed if the client states one.
     """
 
     def __init__(
-        self, service: Service, rollout: Rollout, env: Environment, seed: int, sampling: Json
+        self,
+        service: Service,
+        rollout: Rollout,
+        env: Environment,
+        seed: int,
+        sampling: Json,
+        states_seed: bool = False,
     ):
         self.service = service
         self._news: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
-        self._has_thought, self._gap = False, ""  # what separates the thoughts of two turns
-        served = copy(rollout)
+        self._gaps: dict[str, str] = {}  # what separates the texts of two turns, by kind
+        self._told: set[str] = set()  # kinds of text that came in any turn
+        self._content = ""  # of the last turn
         if service.engine is None:
-            temperature = {"temperature": sampling["temperature"]}
-            served.params = lambda *given: rollout.params(*given) | temperature
+            served = rollout.sampling(sampling["temperature"], states_seed)
         else:
+            served = copy(rollout)
             served.params = lambda seed, tokens: SamplingParams(tokens, seed=seed, **sampling)
             served.open = lambda _, prompt: ServedConversation(service, rollout.price, prompt.ids)
         super().__init__(served, 0, env, seed, self._tell)
@@ -238,9 +245,9 @@ class ServedAttempt(Attempt):
     async def follow(self) -> AsyncIterator[tuple[str, Any]]:
         """Plays the attempt; closed, it ends it.
 
-        Yields ("reasoning", text), ("call", its JSON) and ("result", ToolResult) as they come, and
-        ("silence", None) after KEEP_S without any. HTTPException if there is no room, the
-        infrastructure failed, or the server ends. TimeoutError.
+        Yields ("reasoning", text), ("content", text), ("call", its JSON) and ("result", ToolResult)
+        as they come, and ("silence", None) after KEEP_S without any. HTTPException if there is no
+        room, the infrastructure failed, or the server ends. TimeoutError.
         """
         with self.service.admitted(1):
             task = asyncio.ensure_future(self._play_in_time())
@@ -256,6 +263,13 @@ class ServedAttempt(Attempt):
                     raise HTTPException(502, self.trajectory.failure)
             finally:
                 task.cancel()
+
+    def rest(self) -> str:
+        """Returns what of the answer has not come as the content of a turn."""
+        answer = self.trajectory.answer
+        if self._content and answer.startswith(self._content):
+            return answer[len(self._content) :]
+        return "\n\n" + answer if answer and "content" in self._told else answer
 
     async def _next(self) -> tuple[str, Any]:
         try:
@@ -278,14 +292,17 @@ class ServedAttempt(Attempt):
         """Tells the client of an event of the loop."""
         if kind in ("text", "turn"):
             for part, text in payload:
-                if part == "reasoning":
-                    self._news.put_nowait(("reasoning", self._gap + text))
-                    self._has_thought, self._gap = True, ""
-                elif part == "tool_call":
+                if part == "tool_call":
                     self._news.put_nowait(("call", text))
-        if kind == "turn" and self._has_thought:
-            self._gap = "\n\n"
+                    continue
+                if part == "content":
+                    self._content += text
+                self._news.put_nowait((part, self._gaps.pop(part, "") + text))
+                self._told.add(part)
+        if kind == "turn":
+            self._gaps = dict.fromkeys(self._told, "\n\n")
         elif kind == "results":
+            self._content = ""
             for result in payload.results:
                 self._news.put_nowait(("result", result))
 

@@ -8,9 +8,10 @@ import json
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -22,6 +23,11 @@ from nanorchestra.tools.spending import Charge, Spending, UnpaidError
 
 TIMEOUT_S = 600.0  # of a call
 LEAST_S = 0.02  # that a request has left; with fewer it is not sent
+TEXTS = "reasoning", "reasoning_content", "content", "refusal"  # fields of a message
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+# Is told of a message as it comes, by a message that has the next words of a text, or a whole call.
+OnPart = Callable[[Json], None]
 
 
 class Function(TypedDict):
@@ -57,6 +63,114 @@ class ChatReply(TypedDict):
     choices: Annotated[list[Choice], Field(min_length=1)]
 
 
+class CallPart(TypedDict, total=False):
+    """A call, or what follows of its arguments."""
+
+    index: int | None
+    id: str | None
+    function: dict[str, Any] | None
+
+
+class MessagePart(TypedDict, total=False):
+    """What follows of a message."""
+
+    reasoning: str | None
+    reasoning_content: str | None
+    refusal: str | None
+    tool_calls: list[CallPart] | None
+
+
+class PartOfChoice(TypedDict, total=False):
+    """What follows of an answer."""
+
+    delta: MessagePart | None
+    finish_reason: str | None
+
+
+class ChatEvent(TypedDict, total=False):
+    """What must be right in an event of a chat completion; the last one has no choices."""
+
+    choices: list[PartOfChoice] | None
+
+
+@dataclass
+class StreamedChat:
+    """Joins the events of a chat completion, and tells of its message as it comes.
+
+    A call is told once it is whole: when the next one begins, or at the end.
+    """
+
+    on_part: OnPart
+    form = ChatEvent
+
+    def __post_init__(self) -> None:
+        self.ended = False
+        self._finish_reason: str | None = None
+        self._texts: dict[str, list[str]] = {name: [] for name in TEXTS}  # of the message
+        self._calls: list[Json] = []
+        self._of_call: Json = {}  # index and id of the last call
+        self._reply: Json = {}  # what the reply has beside its choice
+
+    @property
+    def text(self) -> str:
+        """What the model has written so far, as the JSON of a message; "" if that is nothing."""
+        message = self._message()
+        return json.dumps(message) if message else ""
+
+    def add(self, event: Json) -> None:
+        """Takes the next event."""
+        stated = {name: value for name, value in event.items() if value is not None}
+        for choice in stated.pop("choices", ())[:1]:
+            delta = choice.get("delta") or {}
+            texts = {name: _text(delta.get(name)) for name in TEXTS}
+            for name, text in texts.items():
+                self._texts[name].append(text)
+            if any(texts.values()):
+                self.on_part(texts)
+            for part in delta.get("tool_calls") or ():
+                self._add_call(part)
+            if reason := choice.get("finish_reason"):
+                self._finish_reason, self.ended = reason, True
+        self._reply |= stated
+
+    def whole(self) -> Json:
+        """Returns the completion as it would have come without events."""
+        self._tell_call()
+        choice = {"message": self._message(), "finish_reason": self._finish_reason}
+        return self._reply | {"choices": [choice]}
+
+    def _message(self) -> Json:
+        joined = {name: "".join(texts) for name, texts in self._texts.items()}
+        message: Json = {name: text for name, text in joined.items() if text}
+        if self._calls:
+            message["tool_calls"] = [{"function": function} for function in self._calls]
+        return message
+
+    def _add_call(self, part):
+        """Begins a call, or goes on with the arguments of the last one.
+
+        A call begins with another index or id than the last one's, or with a name if a server
+        states neither.
+        """
+        function = part.get("function") or {}
+        stated = {name: part[name] for name in ("index", "id") if part.get(name) not in (None, "")}
+        others = any(self._of_call.get(name, value) != value for name, value in stated.items())
+        if not self._calls or others or (not stated and function.get("name")):
+            self._tell_call()
+            self._of_call = {}
+            self._calls.append({"name": function.get("name") or "", "arguments": ""})
+        self._of_call |= stated
+        arguments = function.get("arguments") or ""
+        if isinstance(arguments, str):
+            arguments = self._calls[-1]["arguments"] + arguments
+        self._calls[-1]["arguments"] = arguments
+
+    def _tell_call(self):
+        """Tells the last call, which is whole."""
+        if self._calls:
+            self.on_part({"tool_calls": [{"function": self._calls[-1]}]})
+
+
 @dataclass(frozen=True)
 class Endpoint:
     """An OpenAI-compatible server; `key_variable` "" if it needs no key.
@@ -90,22 +204,28 @@ class Endpoint:
             object.__setattr__(self, "free", threading.Semaphore(self.concurrency))
 
     def ask(
-        self, body: Json, spending: Spending, charge: Charge, seconds: float = math.inf
+        self,
+        body: Json,
+        spending: Spending,
+        charge: Charge,
+        seconds: float = math.inf,
+        on_part: OnPart | None = None,
     ) -> Reply:
         """Returns the reply to a chat: a recorded one, or one that is asked for and paid.
 
         `body` is the request's JSON (model, messages, ...). The content of the reply is as
         `complete` returns it. `seconds`: after which the user gives the call up, if these are fewer
-        than `timeout_s`. UserError if the reply cannot be recorded.
+        than `timeout_s`. `on_part` is told of a reply that is asked for as it comes, in another
+        thread. UserError if the reply cannot be recorded.
         """
         request = {"url": self.base_url.rstrip("/"), "body": body}
-        paid = partial(self._paid, body, spending, charge, seconds)
+        paid = partial(self._paid, body, spending, charge, seconds, on_part)
         try:
             return spending.replies.get(request, paid, min(self.timeout_s, seconds))
         except UnpaidError as error:
             return Reply(problem=str(error))
 
-    def _paid(self, body, spending, charge, seconds) -> Reply:
+    def _paid(self, body, spending, charge, seconds, on_part) -> Reply:
         """Waits until the endpoint is free, then reserves the dollars, asks, and pays.
 
         A call that was given up while it waited is not sent. UnpaidError if the run has too few
@@ -121,7 +241,7 @@ class Endpoint:
                 problem = f"calls open: {self.concurrency}, and none ended in {timeout_s:g} s"
                 return Reply(problem=problem, seconds=timeout_s, waited=timeout_s, given_up=by_user)
             with spending.reserved(charge) as bill:
-                reply = self.complete(body, timeout_s - waited)
+                reply = self.complete(body, timeout_s - waited, on_part)
                 bill.usd = charge.price_of(reply)
         finally:
             if is_free:
@@ -132,20 +252,23 @@ class Endpoint:
             reply, seconds=total, waited=waited + reply.waited, given_up=late and by_user
         )
 
-    def complete(self, body: Json, timeout_s: float) -> Reply:
+    def complete(self, body: Json, timeout_s: float, on_part: OnPart | None = None) -> Reply:
         """Returns an assistant's message as content, with its `finish_reason`.
+
+        `on_part` is told of it as it comes, if the server sends it so.
 
         `cost_usd` is there if an orchestrator says what all that it called has cost. Content in
         parts is joined to text. Tokens are estimated where the reply does not state them.
         """
         reply = post(
             f"{self.base_url.rstrip('/')}/chat/completions",
-            body,
+            body | (STREAMED if on_part else {}),
             ChatReply,
             self.key_variable,
             timeout_s,
             self.header_variables,
             self.most_requests,
+            StreamedChat(on_part) if on_part else None,
         )
         if reply.problem:
             return reply

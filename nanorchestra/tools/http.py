@@ -1,10 +1,11 @@
 """Posts JSON to a server and reads its JSON reply, whatever the server does.
 
-Time, tries, bytes of a reply and its nesting are bounded; each failure is one line. The
-API key and the values of headers come from environment variables, go to the address that was named,
-and reach no message. No redirect is followed and ~/.netrc is not read. An https:// address is
-reached through the proxy of the variable HTTPS_PROXY, unless NO_PROXY excepts it: a tunnel, which
-sees neither key nor text. An http:// address is reached directly.
+Time, tries, bytes of a reply and its nesting are bounded; each failure is one line. A reply may
+come as server-sent events, which are told as they come. The API key and the values of headers come
+from environment variables, go to the address that was named, and reach no message. No redirect is
+followed and ~/.netrc is not read. An https:// address is reached through the proxy of the variable
+HTTPS_PROXY, unless NO_PROXY excepts it: a tunnel, which sees neither key nor text. An http://
+address is reached directly.
 """
 
 import json
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from requests import ConnectionError as NoConnection
 from requests import Request, Session
@@ -35,11 +36,13 @@ from nanorchestra.validation import Form, validated
 MOST_REQUESTS = 3  # for one reply
 BAD_REQUEST = (400, 413, 422)  # the request is at fault: too long, or not accepted
 CONNECT_S = 10.0  # for each address of a host, and for its TLS handshake
-MOST_BYTES = 8 << 20  # of a reply
+MOST_BYTES = 8 << 20  # of a reply, or of one of its events
+MOST_EVENTS_BYTES = 64 << 20  # of a reply in events, of about 300 bytes a token
 MOST_CHARS = 300  # of a message
 SECRET_CHARS = 8  # a shorter key, like "EMPTY", may be a word of a reply
 MESSAGE = re.compile(r'"(?:message|detail|error)"\s*:\s*("(?:[^"\\]|\\.)+")')
 BYTES_PER_TOKEN = 3  # of text whose tokens are not known; rather too many tokens than too few
+EVENT, LAST_EVENT = b"data:", b"[DONE]"  # before the JSON of an event, and in place of it
 
 logging.getLogger("urllib3").setLevel(logging.CRITICAL)  # what a server does wrong is an error
 
@@ -113,6 +116,24 @@ class RequestError(Exception):
     status: int = 0
 
 
+class Events(Protocol):
+    """Joins the events of a reply. `form` is that of an event.
+
+    text: what a model has written so far, of which tokens are estimated. ended: whether the reply
+    has all that it needs.
+    """
+
+    form: type[Any]
+    text: str
+    ended: bool
+
+    def add(self, event: Any) -> None:
+        """Takes the next event."""
+
+    def whole(self) -> Json:
+        """Returns the reply, as it would have come without events."""
+
+
 def post(
     url: str,
     body: Json,
@@ -121,6 +142,7 @@ def post(
     timeout_s: float,
     header_variables: Mapping[str, str] = MappingProxyType({}),
     most_requests: int = MOST_REQUESTS,
+    events: Events | None = None,
 ) -> Reply:
     """Returns the reply to a request, with its JSON in a form as content, or with the problem.
 
@@ -129,7 +151,8 @@ def post(
     `most_requests` were made; not if nothing waits for the call any more. The key is in the
     environment variable `key_variable`, the value of each header in that of `header_variables`; one
     that is not set is not sent. The reply is as `bounded_json` reads it, and its tokens are for the
-    caller to count; those of a failure are estimated.
+    caller to count; those of a failure are estimated. With `events` the reply may come as such;
+    after the first of them no request is repeated.
     """
     key = secret(key_variable).replace(" ", "")
     values = {name: secret(variable) for name, variable in header_variables.items()}
@@ -143,7 +166,7 @@ def post(
     end, waited = start + timeout_s, 0.0
     for retries in range(most_requests):
         try:
-            content = _ask(url, sent.encode(), headers, end, timeout_s, form, secrets)
+            content = _ask(url, sent.encode(), headers, end, timeout_s, form, secrets, events)
             seconds = time.monotonic() - start
             return Reply(content, retries=retries, seconds=seconds, waited=waited)
         except RequestError as failure:
@@ -185,29 +208,31 @@ def count_tokens(text: str) -> int:
     return -(-len(text.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
-def _ask(url, sent: bytes, headers, end, timeout_s, form, secrets) -> Any:
+def _ask(url, sent: bytes, headers, end, timeout_s, form, secrets, events) -> Any:
     """Returns the JSON of the reply to one request, by the time `end`. Raises RequestError.
 
     It is made in a thread of its own, since requests bounds neither the look-up of a name nor
     headers that drip. A model may have worked for a request that was sent whole.
     """
     content = BytesIO(sent)  # the connection reads what it sends
-    asking = in_daemon(partial(_exchange, url, content, headers, end, form, secrets))
+    asking = in_daemon(partial(_exchange, url, content, headers, end, form, secrets, events))
     try:
         return asking.result(max(end - time.monotonic(), 0.0))
     except TimeoutError:
         problem = f"no whole reply within {round(timeout_s, 3):g} s"
-        raise RequestError(problem, worked=content.tell() == len(sent)) from None
+        text = events.text if events else ""
+        raise RequestError(problem, worked=content.tell() == len(sent), text=text) from None
 
 
-def _exchange(url, content, headers, end, form, secrets) -> Any:
+def _exchange(url, content, headers, end, form, secrets, events) -> Any:
     """Returns the JSON of the reply to one request. RequestError; TimeoutError from `end` on.
 
     requests bounds the connection and each wait for bytes; the chunks are bounded here. So a thread
     that nothing waits for any more ends, too.
     """
     left = max(end - time.monotonic(), 0.001)
-    status, data, problem = 0, bytearray(), ""
+    status, count, data, problem = 0, 0, bytearray(), ""
+    streams, ended, most = False, False, MOST_BYTES
     try:
         request = Request("POST", url, headers, data=content).prepare()
         with Session() as session:
@@ -217,12 +242,19 @@ def _exchange(url, content, headers, end, form, secrets) -> Any:
             # By the adapter: it follows no redirect, of which Session.send reads the whole body.
             with session.get_adapter(url).send(request, **settings) as reply:
                 status = reply.status_code
-                while len(data) <= MOST_BYTES and time.monotonic() < end:
+                kind = reply.headers.get("Content-Type", "")
+                if events is not None and status < 300 and kind.startswith("text/event-stream"):
+                    streams, most = True, MOST_EVENTS_BYTES
+                while count <= most and not ended and time.monotonic() < end:
                     # What has come; iter_content waits for as much as it is asked for.
                     chunk = reply.raw.read1(1 << 16, decode_content=True)
                     if not chunk:
                         break
+                    count += len(chunk)
                     data += chunk
+                    if streams and b"\n" in chunk:
+                        *lines, data = data.split(b"\n")
+                        ended = _add(lines, events, secrets)
     except (OSError, HTTPError, ValueError) as error:  # what requests raises is an OSError
         if not status:
             again = isinstance(error, NoConnection)
@@ -233,11 +265,32 @@ def _exchange(url, content, headers, end, form, secrets) -> Any:
     text = data.decode("utf-8", "replace")
     if status >= 300:
         raise _refusal(reply, text)
-    if len(data) > MOST_BYTES:
-        problem = f"the reply has more than {MOST_BYTES >> 20} MiB"
+    if count > most:
+        problem = f"the reply has more than {most >> 20} MiB"
+    if streams and not (problem or ended or events.ended):
+        problem = "the reply breaks off"
+    if streams:
+        text = events.text if problem else json.dumps(events.whole())
     if problem:
         raise RequestError(problem, worked=True, text=text)
     return _json_of(text, form, secrets)
+
+
+def _add(lines, events, secrets) -> bool:
+    """Gives `events` those in lines of a reply; returns whether one is the last. RequestError."""
+    for line in lines:
+        data = line.removeprefix(EVENT).strip()
+        if not line.startswith(EVENT):  # an empty line, a comment, or the name of an event
+            continue
+        if data == LAST_EVENT:
+            return True
+        try:
+            events.add(_json_of(data.decode("utf-8", "replace"), events.form, secrets))
+        except RequestError as error:
+            if events.text:
+                error.worked, error.text = True, events.text
+            raise
+    return False
 
 
 def _cause(error) -> str:

@@ -174,7 +174,7 @@ def play(nano_tokenizer, tmp_path_factory):
         """The rollout of a model whose turns a babbler writes."""
 
         class Answering(Endpoint):
-            def complete(self, body, timeout_s):
+            def complete(self, body, timeout_s, on_part=None):
                 tokens = endpoint.complete(body, timeout_s).tokens
                 message = endpoint_message(engine) | {"finish_reason": "stop"}
                 return Reply(message, tokens, seconds=0.1)

@@ -179,6 +179,14 @@ def test_texts_stay_texts_and_what_ends_an_answer_is_said(running, browser, prob
     assert answer.locator("th").nth(1).inner_text() == EVIL
     assert page.evaluate(AS_IT_COMES, MARKDOWN) == answer.inner_html()
 
+    called = chunk({}, call='{"name": "f"}'), chunk({}, result=price | {"content": "seen"})
+    last = chunk({"content": "\n\n57"}, "stop", status="answered", cost_usd=1234.5, latency_s=1e4)
+    beside = ask(stream(chunk({"content": "I look."}), *called, last))
+    assert beside.locator(".answer").inner_text() == "57"
+    assert "cost $1,234.5, 10,000.0 s (measured " in beside.locator(".foot").inner_text()
+    beside.locator("summary").click()
+    assert beside.locator(".aside").inner_text() == "I look."
+
     half = stream(chunk({"content": "half"}), end="")
     assert "broke off" in ask(half).locator(".error").inner_text()
     assert "the most tokens" in ask(stream(chunk({"content": "a"}, "length"))).inner_text()

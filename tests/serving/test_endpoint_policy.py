@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from openai_server import openai_server, said
+from openai_server import DONE, openai_server, said, told
 from scripted import ANSWER, SETTINGS, EchoTool, call, echoing, play
 
 from nanorchestra.agent.loop import Attempt
@@ -42,12 +42,12 @@ def script(*replies):
     return lambda body: replies[sum(m["role"] == "assistant" for m in body["messages"])]
 
 
-def run(server, tokenizer, *envs, **changes):
+def run(server, tokenizer, *envs, on_event=None, **changes):
     envs = envs or [echoing()]
     price, model = Price(3.0, 5.0), f"big@{server.url}"
     settings = replace(SETTINGS, **changes)
     rollout = endpoint.EndpointRollout(model, price, tokenizer, settings, Spending())
-    return rollout.run(envs, list(range(len(envs))))
+    return rollout.run(envs, list(range(len(envs))), on_event=on_event)
 
 
 def test_a_recorded_attempt_is_the_conversation_that_the_endpoint_had(
@@ -79,7 +79,7 @@ def test_a_recorded_attempt_is_the_conversation_that_the_endpoint_had(
         asked = [c["id"] for m in body["messages"] for c in m.get("tool_calls", ())]
         answered = [m["tool_call_id"] for m in body["messages"] if m["role"] == "tool"]
         assert asked == answered and len(set(asked)) == len(asked)
-        assert (body["model"], body["temperature"]) == ("big", 1.0) and 0 <= body["seed"] < 2**31
+        assert not body.keys() & {"temperature", "seed", "stream"}, "none of them was given"
     for t in trajectories:
         assert t.status == "answered" and t.well_formed
         assert nano_tokenizer.decode(t.ids) + "\n" in rendered
@@ -146,6 +146,166 @@ def test_a_turn_is_what_our_policy_would_have_said(server, nano_tokenizer, reply
     field = "reasoning" if "reasoning" in message else "reasoning_content"
     thought = "Hm." if "Hm." in text else None
     assert assistant.get(field) == thought and "Hm." not in assistant["content"]
+
+
+def renumbered(events, index):
+    """Events whose calls have all one index, or neither index nor id, as some servers send them."""
+    for event in events:
+        for choice in event["choices"] if isinstance(event, dict) else ():
+            for part in choice["delta"].get("tool_calls", ()):
+                part["index"] = index
+                if index is None:
+                    part.pop("id", None)
+        yield event
+
+
+def on_the_wire(events):
+    """Events as bytes with comments, names and CRLF, cut anywhere."""
+    lines = [b": at work\r\n\r\n"]
+    for event in events:
+        data = event if isinstance(event, bytes) else f"data:{json.dumps(event)}\n\n".encode()
+        lines.append(b"event: chunk\r\n" + data.replace(b"\n", b"\r\n"))
+    whole = b"".join(lines)
+    yield from (whole[i : i + 50] for i in range(0, len(whole), 50))
+
+
+TWO = [("echo", '{"text": "hi"}'), ("echo", '{"text": "h\u00f6"}')]
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        partial(told, size=1),
+        lambda reply: renumbered(told(reply, size=999), None),
+        lambda reply: renumbered(told(reply), 0),
+        lambda reply: on_the_wire(told(reply)),
+        lambda reply: (event for event in told(reply) if event is not DONE),
+        lambda reply: reply,  # a server that knows no streams
+    ],
+    ids=["pieces", "whole calls", "one index", "on the wire", "no end mark", "no stream"],
+)
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "I look.", "calls": TWO, "reasoning": "Hm."},
+        {"content": "<think>\nHm.\n</think>\n\nI look.", "calls": TWO[:1]},
+        {"content": 'I look.\n<tool_call>\n{"name": "echo", "arguments": {}}\n</tool_call>'},
+        {"calls": [("echo", "no JSON")], "reasoning_content": "Hm."},
+    ],
+    ids=["reasoning", "think in content", "call in content", "bad call"],
+)
+def test_a_stream_is_the_turn_that_comes_whole_and_is_shown_as_our_policys(
+    server, nano_tokenizer, events, message
+):
+    """Also its cost, by the usage that the server counts, and the words of each part."""
+    first = said(**message, usage=(100, 10))
+    replies = first, said("4 2", usage=(200, 20))
+
+    def answer(body):
+        reply = script(*replies)(body)
+        return events(reply) if body.get("stream") else reply
+
+    server.answer = answer
+    shown = {"reasoning": "", "content": "", "tool_call": ""}
+
+    def on_event(kind, payload):
+        for part, text in payload if kind in ("text", "turn") else ():
+            shown[part] += text
+
+    (whole,) = run(server, nano_tokenizer)
+    (streamed,) = run(server, nano_tokenizer, on_event=on_event)
+    assert replace(streamed, latency_s=0) == replace(whole, latency_s=0)
+    assert whole.policy_usd == pytest.approx((300 * 3 + 30 * 5) / 1e6)
+    parts = [chat.parse(nano_tokenizer, whole.ids[t.start : t.end]) for t in whole.turns]
+    assert shown == {
+        "reasoning": "".join(turn.reasoning for turn in parts),
+        "content": "".join(turn.content for turn in parts),
+        "tool_call": "".join(call.raw for turn in parts for call in turn.calls),
+    }
+    assert [body.get("stream", False) for body in server.bodies] == [False] * 2 + [True] * 2
+
+
+def test_a_token_is_shown_before_the_next_one_is_sent(server, nano_tokenizer):
+    """A call, too, before the one that follows it is whole."""
+    seen = threading.Semaphore(0)
+    reply = said(None, TWO, reasoning="abc")
+
+    def answer(body):
+        if body["messages"][-1]["role"] == "tool":
+            return said("42")
+        return hesitant()
+
+    def hesitant():
+        for event in told(reply, size=1):
+            yield event
+            delta = (event["choices"] or [{}])[0].get("delta", {}) if event is not DONE else {}
+            second = [part for part in delta.get("tool_calls", ()) if part["index"] == 1]
+            begun = second and "id" in second[0]
+            if "reasoning" in delta or begun:
+                assert seen.acquire(timeout=10), f"{delta} was not shown"
+
+    def on_event(kind, payload):
+        for _ in payload if kind == "text" else ():
+            seen.release()
+
+    server.answer = answer
+    (t,) = run(server, nano_tokenizer, on_event=on_event)
+    assert (t.status, t.calls, t.answer) == ("answered", {"echo": 2}, "42")
+
+
+def breaks(*events, end=b""):
+    """A stream of events that breaks off after `end`."""
+    yield from events
+    yield end
+
+
+HALF = [{"choices": [{"delta": {"content": "It is"}}]}]
+ERROR = {"error": {"message": "overloaded", "code": 503}}
+
+
+@pytest.mark.parametrize(
+    "events, problem, tokens",
+    [
+        (HALF, "the reply breaks off", 7),
+        ([*HALF, b'data: {"choi'], "the reply breaks off", 7),
+        ([*HALF, b"data: {oops}\n\n"], "not JSON: {oops}", 7),
+        ([*HALF, ERROR], "the endpoint says: overloaded", 7),
+        ([*HALF, {"choices": [{"delta": 7}]}], "choices[0].delta is 7", 7),
+        ([], "the reply breaks off", 0),
+        ([ERROR], "the endpoint says: overloaded", None),
+    ],
+)
+def test_a_stream_that_breaks_is_the_infrastructures_failure_in_one_line(
+    server, nano_tokenizer, events, problem, tokens
+):
+    """It is not asked again, as the model has worked; what it has read and written is paid."""
+    server.answer = lambda body: breaks(*events)
+    texts = []
+
+    def on_event(kind, payload):
+        texts.extend(text for _, text in payload if kind == "text")
+
+    (t,) = run(
+        server, nano_tokenizer, on_event=lambda kind, p: kind == "text" and on_event(kind, p)
+    )
+    assert (t.status, len(server.bodies), len(t.turns)) == ("infrastructure", 1, 1)
+    assert problem in t.failure and "\n" not in t.failure
+    assert "".join(texts) == ("It is" if HALF[0] in events else "")
+    if tokens is None:
+        assert t.policy_usd == 0
+    else:
+        read = http.count_tokens(json.dumps(server.bodies[0]))
+        assert t.policy_usd == pytest.approx((read * 3 + tokens * 5) / 1e6)
+
+
+def test_a_refusal_before_a_stream_is_asked_again(server, nano_tokenizer):
+    def answer(body):
+        server.status = 200 if len(server.bodies) > 1 else 503
+        return told(said("42")) if len(server.bodies) > 1 else {"error": {"message": "busy"}}
+
+    server.answer = answer
+    (t,) = run(server, nano_tokenizer, on_event=lambda *_: None)
+    assert (t.status, t.answer, len(server.bodies)) == ("answered", "42", 2)
 
 
 def test_limits_are_those_of_our_policy(server, nano_tokenizer):

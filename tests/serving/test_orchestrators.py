@@ -40,7 +40,7 @@ def test_an_orchestrator_is_asked_by_another_one(running, tmp_path, capsys):
     assert serve.main([*model, "--ask", "!ask"]) == 0
     out, err = capsys.readouterr()
     assert "answer Answer: fourty-two" in out and err.count("\n") == 1
-    assert "shows nothing before its answer, which may take minutes, 600 s at most" in err
+    assert "shows no calls: an answer may take minutes, 600 s at most" in err
     assert serve.main([*model, "--tools", "mine.toml", "--ask", "!ask"]) == 2
     assert "leave out --tools and --index: it has tools of its own" in capsys.readouterr().err
     with Sandbox() as sandbox:

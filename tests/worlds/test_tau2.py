@@ -114,7 +114,7 @@ def test_the_file_is_what_tau2_submit_accepts_and_the_figures_are_its_own(
     assert summary["cost_usd"][0] == pytest.approx(2 * per_turn)
     info = results.info
     assert info.agent_info.llm == "hosted_vllm/golden" and info.seed == 5
-    assert info.agent_info.llm_args == {"temperature": 1.0}
+    assert info.agent_info.llm_args == {}
 
     # tau2 submit prepare, and tau2 submit validate of what that wrote.
     def ask(question, default="", **_):
