@@ -54,7 +54,7 @@ from nanorchestra.tools.models import SERVED, Expert, ExpertTool, ServedOrchestr
 from nanorchestra.tools.replies import UNRECORDED, Replies
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
-from nanorchestra.tools.search import WebSearch
+from nanorchestra.tools.search import QUERY, WebSearch
 from nanorchestra.tools.simulated import SimulatedExpert, Skill
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.tables import RecordsTool
@@ -62,6 +62,8 @@ from nanorchestra.validation import validated
 
 __all__ = ["RecordsTool", "SimulatedExpert", "Skill", "ToolResult", "load_tools", "tool"]
 SANDBOX_USD = 0.0000083  # a second, as published
+PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
+CODE = "A whole Python program: it knows no name of an earlier call, and what it prints comes back."
 PRESETS = Path(__file__).parent / "assets" / "experts.toml"
 LISTED = re.compile(r"([\w.-]+) \| \$+([\d.]+) \| \$+([\d.]+) \| ([\d.]+)s")  # of published roles
 
@@ -83,7 +85,8 @@ class PythonTool(Tool):
     usd_per_second: float = 0.0
     result_words: int = RESULT_WORDS
     replies: Replies = UNRECORDED
-    kind, blocking, parameters = "code", True, arguments_schema(code="string")
+    kind, blocking = "code", True
+    parameters = arguments_schema({"code": CODE}, code="string")
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns what the code printed, and its error."""
@@ -129,7 +132,8 @@ class LookupTool(Tool):
     passages: int = 1
     result_words: int = RESULT_WORDS
     replies: Replies = UNRECORDED
-    kind, parameters = "search", arguments_schema(query="string")
+    kind = "search"
+    parameters = arguments_schema({"query": QUERY}, query="string")
 
     def __post_init__(self) -> None:
         self.blocking = self.index.blocking
@@ -167,6 +171,12 @@ class LookupTool(Tool):
         return ToolResult(text, self.usd_per_call, seconds, findings=best_last)
 
 
+def python_tool(sandbox: Sandbox, replies: Replies = UNRECORDED) -> PythonTool:
+    """Returns the tool that is on offer where no catalogue states one, or where "python" does."""
+    limits = {"timeout_s": 60.0, "usd_per_second": SANDBOX_USD}
+    return PythonTool("python", PYTHON, sandbox, replies=replies, **limits)
+
+
 def load_tools(
     path: str | Path,
     sandbox: Sandbox,
@@ -180,13 +190,16 @@ def load_tools(
     `path` names files, with commas between them. A TOML or JSON file holds `tools`, OpenAI function
     objects with a kind and its settings, and may hold `experts`, `endpoints`, `aliases` and
     `max_usd`, which change the presets of assets/experts.toml. A JSON list is the `tools` alone. A
-    Python file holds functions decorated with @tool. `more` are tools of the caller's beside these.
-    `aside` names experts that the caller asks itself, of `tools` or of `experts`. `simulated`: the
-    caller simulates what a role without a helper needs. UserError names file, entry, setting and
-    what is right.
+    Python file holds functions decorated with @tool. The word "python" in place of a file stands
+    for `python_tool`. `more` are tools of the caller's beside these. `aside` names experts that the
+    caller asks itself, of `tools` or of `experts`. `simulated`: the caller simulates what a role
+    without a helper needs. UserError names file, entry, setting and what is right.
     """
     tables, entries, functions = read_toml(PRESETS), [], []
     for file in map(str.strip, str(path).split(",")):
+        if file == "python":
+            functions.append(python_tool(sandbox))
+            continue
         if file.endswith(".py"):
             functions += load_functions(file)
             continue
@@ -259,9 +272,7 @@ class Catalogue:
         """Returns those of the tools that do what the role's experts write. UserError."""
         helpers = [tool for tool in tools if tool.kind == role.kind]
         if role.kind == "code" and not helpers:
-            limits = {"timeout_s": 60.0, "usd_per_second": SANDBOX_USD}
-            replies = self.spending.replies
-            helpers = [PythonTool("python", "", self.sandbox, replies=replies, **limits)]
+            helpers = [python_tool(self.sandbox, self.spending.replies)]
         require(
             helpers or role.kind != "search" or self.simulated,
             f"{self.path}: {role.name}: nothing to search in; add a tool of the kind search or "

@@ -61,9 +61,12 @@ def levels(value: Any) -> Iterator[list[Any]]:
         level = inner
 
 
-def arguments_schema(**types: str) -> Json:
+def arguments_schema(descriptions: Json | None = None, /, **types: str) -> Json:
     """Returns the schema of an object that has all these properties, by their JSON types."""
-    schema = {"type": "object", "properties": {name: {"type": t} for name, t in types.items()}}
+    properties = {name: {"type": json_type} for name, json_type in types.items()}
+    for name, text in (descriptions or {}).items():
+        properties[name]["description"] = text
+    schema = {"type": "object", "properties": properties}
     return schema | ({"required": list(types)} if types else {})
 
 

@@ -24,9 +24,16 @@ def seconds(duration: float, sign: str = "") -> str:
     return f"{duration:{sign},.1f} s"
 
 
-def bill(usd: float, duration: float) -> str:
-    """Returns a cost and seconds: "$0.00253, 11.4 s"."""
-    return f"{dollars(usd)}, {seconds(duration)}"
+def bill(usd: float, duration: float, measured: float | None = None) -> str:
+    """Returns a cost and seconds: "$0.00253, 11.4 s".
+
+    With seconds that a clock has `measured`, where these are others by more than half a second and
+    a tenth: "$0.00253, 11.4 s (measured 0.1 s)".
+    """
+    text = f"{dollars(usd)}, {seconds(duration)}"
+    if measured is None or abs(measured - duration) <= max(0.5, 0.1 * duration):
+        return text
+    return f"{text} (measured {seconds(measured)})"
 
 
 def percent(share: float, sign: str = "", decimals: int = 1) -> str:

@@ -288,7 +288,7 @@ def test_every_transcript_is_compared_or_listed_with_a_reason():
 def plain(text: str) -> str:
     """Returns a text on one line, with masks for what is measured, and short figures."""
     text = " ".join(text.split())
-    text = re.sub(r"[\d.]+ s(?=, \d+ (turn|answer))", "S s", text)
+    text = re.sub(r" \(measured [\d.,]+ s\)", "", text)
     text = re.sub(r"(\d+ tokens?) at [\d,]+/s", r"\1 at N/s", text)
     return re.sub(r"\d+\.\d{6,}", lambda match: f"{float(match[0]):.5f}", text)
 

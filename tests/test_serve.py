@@ -109,14 +109,27 @@ class TerminalStream(io.StringIO):
         return True
 
 
-def test_a_call_is_shown_before_its_result(talk):
-    seen = []
-    tool = spy(lambda arguments: seen.append(out()) or ToolResult("observed"))
-    terminal, out = talk(think("a b c", "spy"), think("d", content="e"), tools=[tool])
-    terminal.handle("whatever")
+def test_what_happens_is_shown_as_it_happens(talk, monkeypatch):
+    """A line as it grows, a call before its result, and a spinner, which is erased again."""
+    monkeypatch.setenv("TERM", "xterm")
+    seen, out = [], TerminalStream()
+
+    def call(arguments):
+        end = time.monotonic() + 20
+        while not re.search(SPINNER, out.getvalue()) and time.monotonic() < end:
+            time.sleep(0.05)
+        seen.append(out.getvalue())
+        return ToolResult("observed")
+
+    script = think("a b c", "spy"), think("t", content="57")
+    terminal, _ = talk(*script, tools=[spy(call)], out=out)
+    terminal.console.say("answer", "half a li")
+    assert str(terminal.console._pending()) == "  answer half a li"
+    terminal.handle("question")
     (during_the_call,) = seen
-    assert "think  a b c" in during_the_call and '"spy"' in during_the_call.splitlines()[-1]
-    assert "observed" not in during_the_call and "observed" in out()
+    assert "a b c" in during_the_call and '"spy"' in during_the_call
+    assert re.search(SPINNER, during_the_call) and "observed" not in during_the_call
+    assert "observed" in out.getvalue() and "answer \033[1m57" in out.getvalue()
 
 
 def test_colours_are_for_terminals_and_texts_cannot_drive_one(talk, monkeypatch):
@@ -255,6 +268,18 @@ def test_nano_outside_its_world_says_so(command_line, tmp_path):
     assert notice.startswith("serve.py: this model knows only the desk: it cannot use other")
     _, _, err = command_line("--ask", LAW, script=[think("t", content="2")])
     assert "knows only" not in err
+
+
+def test_an_answer_has_one_time_and_that_of_the_clock_where_it_is_another(talk):
+    """As in its calls, in its row and on the page; a session adds up both."""
+    tool = spy(lambda arguments: ToolResult("seen", 0.25, 11.0))
+    terminal, out = talk(*[think("t", "spy"), think("t", content="57")] * 2, tools=[tool])
+    for question in ("a", "b"):
+        terminal.handle(question)
+    latency = terminal.last["latency_s"]
+    answered = rf"cost   \$0\.25\d*, {latency:.1f} s \(measured [\d.]+ s\), 2 turns"
+    assert len(re.findall(answered, out())) == 2 and latency > 11
+    assert re.search(rf"session: \$0\.5\d*, {2 * latency:.1f} s \(measured [\d.]+ s\), 2 a", out())
 
 
 def test_prices_are_in_dollars():
@@ -413,25 +438,6 @@ def test_folded_reasoning_takes_one_line(talk, monkeypatch):
         assert len(thoughts) == lines and answer == "  answer 57"
 
 
-def test_a_line_appears_as_it_grows_and_a_slow_tool_has_a_spinner(talk, monkeypatch):
-    """What Live draws is erased again: the last lines stay."""
-    monkeypatch.setenv("TERM", "xterm")
-    seen, out = [], TerminalStream()
-
-    def call(arguments):
-        end = time.monotonic() + 20
-        while not re.search(SPINNER, out.getvalue()) and time.monotonic() < end:
-            time.sleep(0.05)
-        seen.append(out.getvalue())
-        return ToolResult("seen")
-
-    terminal, _ = talk(think("t", "spy"), think("t", content="57"), tools=[spy(call)], out=out)
-    terminal.console.say("answer", "half a li")
-    assert str(terminal.console._pending()) == "  answer half a li"
-    terminal.handle("question")
-    assert re.search(SPINNER, seen[0]) and "answer \033[1m57" in out.getvalue()
-
-
 def test_a_line_is_recalled_in_the_next_session(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for keys in ("one\x1b\rtwo\r\x04", "\x1b[A\r\x04"):
@@ -450,6 +456,51 @@ def test_a_checkpoint_without_tools_offers_python_and_search(sandbox, tmp_path):
     (python,) = questions_of(tmp_path, None, None, sandbox).tools
     assert python.call({"code": "6 * 7"}).content == "42"
     assert type(questions_of(NANO, None, None, sandbox)) is DeskQuestions
+
+
+def test_examples_and_what_a_parameter_is_follow_the_tools(sandbox, tmp_path, talk):
+    """A catalogue takes Python's place, unless "python" stands beside it."""
+    (tmp_path / "mine.py").write_text(
+        "from tools import tool\n\n@tool\ndef weather(city: str) -> str:\n    'Tells it.'\n"
+    )
+    (tmp_path / "docs.jsonl").write_text('{"text": "Iron rusts."}\n')
+    (tmp_path / "expert.json").write_text(
+        '[{"kind": "expert", "name": "sage", "description": "d", "expert": "gpt-5"}]'
+    )
+    prime, weather = "What is the 1000th prime number?", "What can weather do for me?"
+    for words, index, names, examples in (
+        (None, None, ["python"], [prime]),
+        ("mine.py", None, ["weather"], [weather]),
+        ("mine.py,python", None, ["weather", "python"], [prime, weather]),
+        ("expert.json", "docs.jsonl", ["sage", "search"], ["What can sage do for me?"]),
+    ):
+        files = words and ",".join(
+            word if word == "python" else str(tmp_path / word) for word in words.split(",")
+        )
+        world = questions_of(None, files, index and str(tmp_path / index), sandbox)
+        assert sorted(tool.name for tool in world.tools) == sorted(names)
+        assert world.examples[: len(examples)] == examples
+        assert (prime in world.examples) == ("python" in names)
+        terminal, out = talk(tools=world.tools)
+        terminal.handle("/help")
+        assert all(f"  {example}\n" in out() for example in examples)
+        for tool in world.tools:
+            for name, schema in tool.parameters["properties"].items():
+                described = schema.get("description", "")
+                assert (described.endswith(".") and " " in described) or name == "city"
+
+
+def test_the_desks_prompt_is_what_nano_was_trained_on(sandbox):
+    """To the byte: no parameter there has a description."""
+    tools = DeskQuestions(sandbox).tools
+    assert [tool.parameters for tool in tools[:2]] == [
+        {
+            "type": "object",
+            "properties": {"table": {"type": "string"}, "id": {"type": "integer"}},
+            "required": ["table", "id"],
+        },
+        {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    ]
 
 
 def test_tools_an_index_and_an_expert_work_in_one_conversation(talk, sandbox, tmp_path, capsys):
@@ -515,38 +566,31 @@ def test_ask_answers_one_question_and_says_what_is_loaded(command_line):
     assert command_line("--ask", LAW, script=[think("t")])[0] == 1  # no answer
 
 
-def test_an_expert_that_is_down_is_told_and_the_answer_comes_all_the_same(
+def test_a_recorded_expert_needs_no_server_and_one_that_is_down_ends_no_answer(
     command_line, tmp_path, monkeypatch
 ):
     """A person would rather have an answer without it; training and evaluation exclude it."""
     monkeypatch.setattr("nanorchestra.tools.http.random.uniform", lambda *_: 0.0)
-    down = {"endpoint": "here", "model": "big", "usd": [1, 2]}
-    offered = {"name": "llm", "kind": "expert", "description": "d", "expert": "down"}
-    tables = {"endpoints": {"here": {"base_url": "http://127.0.0.1:9/v1"}}}
-    tables |= {"experts": {"down": down}, "tools": [offered]}
-    (tmp_path / "t.json").write_text(json.dumps(tables))
-    script = think("it knows", "llm", task="what?"), think("then alone", content="42")
-    status, out, _ = command_line("--ask", "what?", "--tools", f"{tmp_path}/t.json", script=script)
-    assert status == 0 and "answer 42" in out
-    assert "error  Error: llm did not answer: no connection (Connection refused)" in out
-
-
-def test_a_recorded_expert_answers_again_without_its_server(command_line, tmp_path):
     offered = {"name": "llm", "kind": "expert", "description": "d", "expert": "big"}
     tables = {"experts": {"big": {"endpoint": "here", "model": "big", "usd": [1, 2]}}}
     script = think("it knows", "llm", task="what?"), think("so", content="42")
 
-    def asked(word):
-        words = ["--tools", f"{tmp_path}/t.json", "--experts", f"{word}:{tmp_path}/kept"]
-        status, out, _ = command_line("--ask", "what?", *words, "--json", script=script)
+    def asked(*words):
+        words = ["--tools", f"{tmp_path}/t.json", *words]
+        status, out, _ = command_line("--ask", "what?", *words, script=script)
         assert status == 0
-        return json.loads(out)["turns"]
+        return out
 
     with openai_server() as server:
         tables |= {"endpoints": {"here": {"base_url": server.url}}, "tools": [offered]}
         (tmp_path / "t.json").write_text(json.dumps(tables))
-        recorded = asked("record")
-    assert recorded[0]["results"][0]["content"] == "42" and asked("replay") == recorded
+        recorded = json.loads(asked("--experts", f"record:{tmp_path}/kept", "--json"))
+    replayed = json.loads(asked("--experts", f"replay:{tmp_path}/kept", "--json"))
+    assert recorded["turns"][0]["results"][0]["content"] == "42"
+    assert replayed["turns"] == recorded["turns"]
+    down = asked()
+    assert "answer 42" in down
+    assert "error  Error: llm did not answer: no connection (Connection refused)" in down
 
 
 def test_an_attempt_is_recorded_and_shown_again_without_calling_anything(

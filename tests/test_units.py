@@ -11,4 +11,6 @@ def test_dollars_have_three_digits_or_cents_and_no_exponent():
 
 def test_seconds_shares_and_intervals():
     assert bill(0.5, 1234.56) == "$0.5, 1,234.6 s" and seconds(-1.0, "+") == "-1.0 s"
+    assert bill(0.5, 11.4, 0.12) == "$0.5, 11.4 s (measured 0.1 s)"
+    assert bill(0.5, 3.6, 3.8) == "$0.5, 3.6 s", "the same, but for the work around it"
     assert mean_and_ends(percent, 0.5, -0.25, None, "+") == "+50.0% [-25.0%, -]"

@@ -16,6 +16,7 @@ from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.http import count_tokens
 from nanorchestra.tools.models import Expert, ExpertTool
 from nanorchestra.tools.roles import RoleTool
+from nanorchestra.tools.search import QUERY
 from nanorchestra.tools.simulated import Simulation
 from nanorchestra.tools.spending import Spending
 from worlds.toolscale.offers import DESCRIPTIONS, SCHEDULES, describe, scheduled
@@ -230,7 +231,7 @@ class SimulatedSearch(Tool):
     task: Task
     seed: int
     name = kind = "search"
-    blocking, parameters = False, arguments_schema(query="string")
+    blocking, parameters = False, arguments_schema({"query": QUERY}, query="string")
     usd_per_call, latency_s = 0.01, 1.0
 
     def call(self, arguments: Json) -> ToolResult:

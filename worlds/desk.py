@@ -23,7 +23,7 @@ from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.tool import Tool
 from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall, ToolResult
-from nanorchestra.schemas import Json
+from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.sandbox import Sandbox
 from tools import PythonTool, RecordsTool, SimulatedExpert, Skill
 
@@ -131,7 +131,7 @@ class Desk:
         terms = f"{STEP:02d}c {STEP:02d}s"
         tools = [
             RecordsTool("records", f"notes, {terms}", tables, STEP / 100, STEP),
-            PythonTool("python", f"runs code, {terms}", self.sandbox, STEP / 100, STEP),
+            DeskPython("python", f"runs code, {terms}", self.sandbox, STEP / 100, STEP),
             AskTool(data["offers"], data["answers"], f"{task.id}/{seed}"),
         ]
         return ToolEnvironment(
@@ -145,6 +145,12 @@ class Desk:
         """
         env = self.environment(self.task("train", index // LESSONS), index % LESSONS)
         return env, teach(env, random.Random(f"{self.seed}/teacher/{index}"))
+
+
+class DeskPython(PythonTool):
+    """Python in the words that nano was trained on, which have no description of the code."""
+
+    parameters = arguments_schema(code="string")
 
 
 class AskTool(Tool):

@@ -28,17 +28,17 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.training.trajectories import from_row, replay, to_row
 from nanorchestra.units import bill, dollars
-from tools import SANDBOX_USD, LookupTool, PythonTool, load_tools
+from tools import LookupTool, load_tools, python_tool
 from worlds.catalogue import as_listed, names_of, reached
 from worlds.desk import FIELDS, SUBJECT, TABLES, Desk
 from worlds.desk_ask import EXAMPLES, SENTENCES, OutsideError, as_task
 from worlds.load import knows_only_desk
 from worlds.preferences import worded
 
-PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 SEARCH = "Finds passages of documents for a query of a few words."
 KEYS = "Ctrl-C stops an answer, /quit or Ctrl-D leaves; Tab completes, Alt-Enter breaks the line"
 COPIED = 3  # examples, to copy
+MOST_EXAMPLES = 4  # of tools that answer any question
 FRIENDLY = (
     "nano knows only its desk. Three questions to copy:\n  {}\nAny other needs a larger "
     "model: serve.py --model MODEL@URL, or --model with a hub id. /help lists the commands."
@@ -53,7 +53,6 @@ class OpenQuestions:
     """Any question, with `tools`, in one conversation. The tools in `off` are not on offer."""
 
     title = "any question; seconds of tools are measured, prices are the catalogue's"
-    examples = ["What is the 1000th prime number?", "Which of your tools is the cheapest?"]
     shorthand = ""  # what abbreviations in descriptions and thoughts mean
     known = ""  # what the questions of the world are about
     outside = ""  # what is said of a question that is not of the world
@@ -62,6 +61,7 @@ class OpenQuestions:
     def __init__(self, tools: list[Tool]):
         self.tools = tools
         self.off: set[str] = set()  # names
+        self.examples = examples_of(tools)
 
     def facts(self) -> Json:
         """Returns what the chat page shows before a question: examples, tools and their prices."""
@@ -85,6 +85,18 @@ class OpenQuestions:
         return ToolEnvironment(Task("asked", question, preference), as_listed(tools))
 
 
+def examples_of(tools: list[Tool]) -> list[str]:
+    """Returns questions that have to do with the tools."""
+    kinds = [tool.kind for tool in tools]
+    examples = ["What is the 1000th prime number?"] if "code" in kinds else []
+    for tool in tools:
+        if tool.kind != "code":
+            examples.append(f"What can {tool.name} do for me?")
+    if len(tools) > 1:
+        examples.append("Which of your tools is the cheapest?")
+    return examples[:MOST_EXAMPLES] or ["What can you do?"]
+
+
 class DeskQuestions(OpenQuestions):
     """The desk's questions, each a task of its own, and its simulated experts."""
 
@@ -92,7 +104,6 @@ class DeskQuestions(OpenQuestions):
         "the desk: questions such as those of /example, each on its own; experts are simulated, "
         "their prices and seconds are virtual, and others for each question"
     )
-    examples = EXAMPLES
     shorthand = (
         "12c 20s: a call costs about 12 US cents and takes about 20 seconds; a thought has the "
         "wish, the experts in its order, what they said, the number and word it is about, and "
@@ -113,6 +124,7 @@ class DeskQuestions(OpenQuestions):
     def __init__(self, sandbox: Sandbox):
         self.sandbox = sandbox
         super().__init__([])
+        self.examples = EXAMPLES
         self.tools = list(self.open(EXAMPLES[0], Preference(), 0).by_name.values())
 
     def open(self, question: str, preference: Preference, seed: int) -> ToolEnvironment:
@@ -147,8 +159,7 @@ def questions_of(
     search = [LookupTool("search", SEARCH, open_index(index))] if index else []
     if catalogue:
         return OpenQuestions(load_tools(catalogue, sandbox, spending, more=search))
-    python = PythonTool("python", PYTHON, sandbox, 0.0, None, 60.0, SANDBOX_USD)
-    return OpenQuestions([python, *search])
+    return OpenQuestions([python_tool(sandbox), *search])
 
 
 @dataclass(eq=False)
@@ -236,9 +247,10 @@ class Terminal:
         if task.data and t.status == "answered":
             text += "\nright" if t.outcome else f"\nwrong, it is {task.data['answer']}"
         tokens = 0 if None in t.logprobs else sum(t.sampled)  # an endpoint's are not known as ids
-        self.total.update(answers=1, tokens=tokens, usd=t.cost_usd, seconds=seconds)
+        self.total.update(answers=1, tokens=tokens, usd=t.cost_usd)
+        self.total.update(seconds=t.latency_s, measured=seconds)
         if self.total["answers"] > 1:
-            spent = bill(self.total["usd"], self.total["seconds"])
+            spent = bill(self.total["usd"], self.total["seconds"], self.total["measured"])
             text += f"\nsession: {spent}, {counted(self.total['answers'], 'answer')}"
             text += f", {tokens} tokens" if (tokens := self.total["tokens"]) else ""
         console.say("cost", text)

@@ -141,7 +141,7 @@ def footer(t: Trajectory, duration: float, sampling: float) -> str:
                 reasons[name] = result.content.removeprefix(limit)[:REASON_CHARS]
             usd[name] += result.cost_usd
             spent[name] += result.latency_s
-    text = f"{bill(t.cost_usd, duration)}, {counted(len(t.turns), 'turn')}"
+    text = f"{bill(t.cost_usd, t.latency_s, duration)}, {counted(len(t.turns), 'turn')}"
     if tokens and None not in t.logprobs:  # of an endpoint, whose tokens are not these
         text += f", {counted(tokens, 'token')}"
         if sampling:  # an interrupted turn has no time of its own

@@ -26,6 +26,7 @@ TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
 LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
 LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
 TOLD: set[str] = set()  # what was told: variables that are not set, orchestrators that take long
+TASK = "What to do, with all that it needs to know; left out, it is the whole question."
 SERVED = "+tools"  # after the name of a model: the whole loop of an orchestrator (serve.py --http)
 
 
@@ -251,7 +252,7 @@ class ExpertTool(Tool):
     evidence: Evidence | None = None
     result_words: int = RESULT_WORDS
     kind, blocking = "expert", True
-    parameters = arguments_schema(task="string") | {"required": []}
+    parameters = arguments_schema({"task": TASK}, task="string") | {"required": []}
 
     def for_attempt(self, evidence: Evidence) -> "ExpertTool":
         """Returns the tool of an attempt, whose evidence has the problem."""

@@ -19,6 +19,7 @@ from nanorchestra.tools.spending import Charge, Spending, UnpaidError
 
 TAVILY = "https://api.tavily.com"
 KEY_VARIABLE = "TAVILY_API_KEY"
+QUERY = "A few words to search for."
 QUERY_CHARS = 400  # Tavily's limit
 PAGE_CHARS = 10_000  # of a document; a page is cut there
 MIN_CHARS = 100  # of a page; a shorter one is replaced by the excerpts of the search
@@ -57,7 +58,7 @@ class WebSearch(Tool):
     spending: Spending = field(default_factory=Spending)
     result_words: int = RESULT_WORDS
     kind, blocking = "search", True
-    parameters = arguments_schema(query="string")
+    parameters = arguments_schema({"query": QUERY}, query="string")
 
     def __post_init__(self) -> None:
         problem = f"{self.name}: the environment variable {KEY_VARIABLE} is not set"
