@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 
@@ -22,6 +21,7 @@ PARAMETERS = {
 TOOL = {"type": "function", "function": {"name": "echo", "parameters": PARAMETERS}}
 OTHER = {"type": "function", "function": {"name": "other", "parameters": PARAMETERS}}
 NAMED = {"type": "function", "function": {"name": "other"}}
+SHOUT = {"name": "shout", "schema": PARAMETERS, "strict": True}
 
 
 @pytest.fixture
@@ -159,42 +159,24 @@ def test_completions_go_on_from_text_and_from_ids(client, running):
     assert create(model="nano", prompt="a", stop=["zzz"]).usage.completion_tokens <= 16
 
 
-@pytest.mark.parametrize("choice, allowed", [("required", {"echo", "other"}), (NAMED, {"other"})])
-def test_a_required_call_keeps_its_functions_schema(client, choice, allowed):
+@pytest.mark.parametrize(
+    "held, names",
+    [
+        ({"tools": [TOOL, OTHER], "tool_choice": "required"}, {"echo", "other"}),
+        ({"tools": [TOOL, OTHER], "tool_choice": NAMED}, {"other"}),
+        ({"response_format": {"type": "json_schema", "json_schema": SHOUT}}, set()),
+    ],
+)
+def test_calls_and_answers_keep_their_schema(client, held, names):
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
     for seed in range(4):
-        quiet = {"chat_template_kwargs": {"enable_thinking": False}}
-        answer = ask(
-            client, "babble", extra_body=quiet, tools=[TOOL, OTHER], tool_choice=choice, seed=seed
-        )
-        (call,) = answer.choices[0].message.tool_calls
-        assert call.function.name in allowed and answer.choices[0].message.content is None
-        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
-
-
-def test_a_json_schema_is_kept(client):
-    schema = {"name": "shout", "schema": PARAMETERS, "strict": True}
-    for seed in range(4):
-        form = {"type": "json_schema", "json_schema": schema}
-        quiet = {"chat_template_kwargs": {"enable_thinking": False}}
-        answer = ask(client, "babble", extra_body=quiet, response_format=form, seed=seed).choices[0]
-        jsonschema.validate(json.loads(answer.message.content), PARAMETERS)
-        assert answer.finish_reason == "stop"
-
-
-def test_the_asynchronous_client_streams_side_by_side(running):
-    async def main():
-        client = openai.AsyncOpenAI(base_url=f"{running.base}/v1", api_key="none")
-
-        async def one(i):
-            stream = await ask(client, "!say" if i % 2 else "babble", stream=True, max_tokens=40)
-            chunks = [chunk async for chunk in stream]
-            return "".join(part.delta.content or "" for c in chunks for part in c.choices)
-
-        texts = await asyncio.gather(*map(one, range(12)))
-        assert set(texts[1::2]) == {"Answer: fourty-two, or so."}
-        await client.close()
-
-    asyncio.run(main())
+        (choice,) = ask(client, "babble", extra_body=quiet, seed=seed, **held).choices
+        calls = choice.message.tool_calls or []
+        assert {call.function.name for call in calls} <= names and len(calls) == bool(names)
+        texts = [call.function.arguments for call in calls] or [choice.message.content]
+        jsonschema.validate(json.loads(texts[0]), PARAMETERS)
+        assert choice.finish_reason == ("tool_calls" if names else "stop")
+        assert (choice.message.content is None) == bool(names)
 
 
 @pytest.mark.slow
