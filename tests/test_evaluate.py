@@ -104,6 +104,8 @@ def test_an_evaluation_that_is_interrupted_goes_on_to_the_same_record(home, monk
     files = sorted(name for name in whole if name.endswith("jsonl"))
     assert files[0] == "00-desk-mine-model-turns=1-turn_tokens=8-0000.jsonl"
     assert len(files) == 18 and files[-1] == "02-desk-perfect-0005.jsonl"
+    rows = list(recorded_attempts(Path("runs/evaluation")))
+    assert Counter(row["trial"] for row in rows) == {0: 30, 1: 30}
     monkeypatch.setattr(evaluate, "play_block", None)  # nothing is left to play
     assert evaluate.main(command) == 0 and records("evaluation", "report.html") == whole
     assert [*summaries()] == [f"mine/model{SHORT}", "program", "perfect"]
