@@ -40,7 +40,16 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.units import dollars, percent
 from worlds.toolscale.domain import BUILT_IN, Domain, build
-from worlds.toolscale.generate import claim, make_all, make_batch, report, show
+from worlds.toolscale.generate import (
+    WAYS,
+    claim,
+    make_all,
+    make_batch,
+    report,
+    show,
+    tasks_of_wish,
+    why,
+)
 from worlds.toolscale.plan import LEVELS
 
 DESCRIPTION = (
@@ -59,6 +68,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of domains and tasks (0)")
     add("--out", type=Path, help="where tasks.jsonl and worlds/ are written")
     add("--show", type=int, help="print N tasks to read, write nothing")
+    add("--wish", help="of --show: tasks of the wish of this name alone, in each way to put it")
     add(
         "--workers",
         type=int,
@@ -94,6 +104,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     require(
         not options.user or options.solver, "--user plays the users of --solver, which is missing"
     )
+    require(not options.wish or options.show, "--wish is of --show N, which is missing")
     require(not options.domain or options.endpoint, "--domain needs the --endpoint that writes it")
     require(
         options.out or options.show or options.domain,
@@ -136,11 +147,13 @@ def generate(options: argparse.Namespace) -> int:
     make = partial(make_batch, seed, options.levels)
     count = options.show or options.tasks
     wanted = Counter(itertools.islice(itertools.cycle(domains), count))
+    if options.wish:
+        return show_wish(options, built)
     if options.show:
         tasks = []
         for place, domain in enumerate(domains):
             # The first wishes are of the same kinds in all domains.
-            tasks += make(domain, 0)["tasks"][place + 1 :][: wanted[domain]]
+            tasks += make(domain, 0)[0][place + 1 :][: wanted[domain]]
         for task in refined(options, built, tasks):
             print(show(task))
         return 0
@@ -148,10 +161,10 @@ def generate(options: argparse.Namespace) -> int:
         domain.save(out / "worlds" / domain.name)
     pool = ProcessPoolExecutor(options.workers, initializer=begin_worker)
     try:
-        tasks, rejected = make_all(wanted, make, seed, pool.map)
+        tasks, outcomes = make_all(wanted, make, seed, pool.map)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-    print(report(tasks, rejected, time.monotonic() - started))
+    print(report(tasks, outcomes, time.monotonic() - started))
     refined_tasks = refined(options, built, tasks)
     lines = (json.dumps(task, ensure_ascii=False) + "\n" for task in refined_tasks)
     write_whole(out / "tasks.jsonl", "".join(lines))
@@ -159,6 +172,22 @@ def generate(options: argparse.Namespace) -> int:
         print(f"data_gen.py: only {len(tasks)} of {count} tasks could be made", file=sys.stderr)
         return 1
     return 0
+
+
+def show_wish(options: argparse.Namespace, domains: list[Domain]) -> int:
+    """Prints tasks of one wish, and why others were thrown away. Returns 1 if none is proved."""
+    having = [domain for domain in domains if options.wish in domain.wishes]
+    known = "; ".join(f"{domain.name} has {', '.join(domain.wishes)}" for domain in domains)
+    require(having, f"--wish {options.wish}: {known}")
+    shown = 0
+    for domain in having:
+        tasks, thrown = tasks_of_wish(domain, options.wish, options.show, options.seed, WAYS)
+        shown += len(tasks)
+        for task in tasks:
+            print(show(task))
+        if thrown:
+            print(f"{domain.name}.{options.wish}: thrown away: {why(thrown)}", file=sys.stderr)
+    return 0 if shown else 1
 
 
 def refined(options: argparse.Namespace, domains: list[Domain], tasks: list[Json]) -> list[Json]:

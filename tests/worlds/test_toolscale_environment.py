@@ -40,13 +40,6 @@ def environments(world, count):
     return [world.environment(world.task("train", index), 0) for index in range(count)]
 
 
-def test_the_teacher_scores_1_and_silence_0(world):
-    for env in environments(world, 12):
-        assert env.score("") == 0
-        assert not any(lesson.call and lesson.result.error for lesson in teach(env))
-        assert env.over and env.score("") == 1
-
-
 def test_tasks_are_functions_of_split_index_and_seed_and_splits_share_none(world, made):
     assert world.task("train", 3) == load_world(made).task("train", 3)
     assert load_world(f"{made}/").name == f"{made}/", "tasks name their world as task.world does"
@@ -103,20 +96,19 @@ def test_experts_of_full_skill_solve_and_of_none_do_not(world):
                 assert execute(env, ToolCall("call_expert", {"expert": wrong})).error
 
 
-def test_the_agent_loop_plays_a_world_with_a_user(world, nano_tokenizer):
+def test_the_agent_loop_plays_what_the_teacher_shows(world, nano_tokenizer):
     shown, env = (world.environment(world.task("train", 1), 0) for _ in range(2))
-    thought, end = "<think>\nt\n</think>\n\n", "<|im_end|>"
+    assert shown.score("") == 0
     script = []
     for lesson in teach(shown):
-        made = lesson.call and json.dumps(
-            {"name": lesson.call.name, "arguments": lesson.call.arguments}
-        )
-        turn = f"<tool_call>\n{made}\n</tool_call>" if made else lesson.content
-        script.append(f"{thought}{turn}{end}")
-    engine, limits = (
-        ScriptedEngine(nano_tokenizer, [script]),
-        RolloutSection(turns=40, turn_tokens=512, context_tokens=10**6),
-    )
+        turn = lesson.content
+        if lesson.call:
+            made = {"name": lesson.call.name, "arguments": lesson.call.arguments}
+            turn = f"<tool_call>\n{json.dumps(made)}\n</tool_call>"
+        script.append(f"<think>\nt\n</think>\n\n{turn}<|im_end|>")
+    assert shown.over and shown.score("") == 1
+    engine = ScriptedEngine(nano_tokenizer, [script])
+    limits = RolloutSection(turns=40, turn_tokens=512, context_tokens=10**6)
     (t,) = Rollout(engine, nano_tokenizer, lambda seed, budget: None, limits).run([env], [0])
     assert (t.status, t.outcome, t.answer) == ("answered", 1.0, lesson.content)
     assert len(t.turns) == len(script)
@@ -138,15 +130,9 @@ def test_the_rules_of_the_policy_are_checked_on_the_trace(world):
         wrote = any(env.domain.kinds[golden[place][0]] == "write" for place in scorer.effects)
         assert scorer.score(right) == 1
         assert scorer.score(silent) == scorer.score(stranger) == (not wrote)
-        unseen = [
-            call
-            for call in golden
-            if call[0] not in golden[0]
-            and call[0]
-            not in str([rule["args"] for rule in scorer.rules if rule["check"] == "made"])
-        ]
-        made = any(rule["check"] == "made" for rule in scorer.rules)
-        assert scorer.score(attempt([golden[0], *unseen], infos)) == (not made)
+        (looks,) = [rule["args"] for rule in scorer.rules if rule["check"] == "made"] or [None]
+        unseen = [call for call in golden if not looks or call[0] not in looks["tools"]]
+        assert scorer.score(attempt(unseen, infos)) == (looks is None)
 
 
 def test_without_db_the_golden_writes_must_be_made(world):
@@ -188,28 +174,29 @@ def test_what_is_communicated_and_mentioned():
 
 
 def test_words_say_what_is_preferred_and_splits_share_no_phrasing_expert_or_price():
-    rng, wordings, offered = random.Random(0), {}, {}
+    rng, wordings, models, behind = random.Random(0), {}, {}, set()
     for split in ("train", "held_out"):
-        wordings[split], offered[split] = set(), []
+        wordings[split], models[split] = set(), set()
         for _ in range(300):
-            offered[split] += draw_experts(rng, split)
+            for expert in draw_experts(rng, split):
+                models[split].add(expert["model"])
+                behind.add((expert["alias"], expert["model"]))
+                assert str(expert["usd"][0]) in expert["description"]
+                assert expert["model"] not in expert["description"]
             preference = preferences.draw(rng, ["expert-1", "expert-2", "expert-3"], split)
             sentences = preference.text.split(". ")
             changed = [getattr(preference, name) != usual for name, usual in preferences.DEFAULTS]
             least = sum(changed) + len(preference.tools)
-            stated = sum(map(bool, sentences))
-            assert least <= stated <= least + 1  # being right may be stated anyway
+            assert (
+                least <= sum(map(bool, sentences)) <= least + 1
+            )  # being right may be stated anyway
             assert all(tool in preference.text for tool in preference.tools)
             wordings[split].update(
-                re.sub(r"expert-\d", "X", text).rstrip(".") for text in sentences
+                re.sub(r"expert-\d", "X", each).rstrip(".") for each in sentences
             )
     assert not (wordings["train"] & wordings["held_out"]) - {""} and len(wordings["train"]) > 30
-    assert not {e["model"] for e in offered["train"]} & {e["model"] for e in offered["held_out"]}
-    # Every model has stood behind every alias.
-    assert len({(e["alias"], e["model"]) for e in offered["train"]}) == 18
-    for expert in offered["train"]:
-        assert str(expert["usd"][0]) in expert["description"]
-        assert expert["model"] not in expert["description"]
+    assert not models["train"] & models["held_out"]
+    assert len(behind) == 3 * len(models["train"] | models["held_out"]), "each behind every alias"
 
 
 # --- files

@@ -108,6 +108,12 @@ def test_a_bad_option_gets_one_line(tmp_path, monkeypatch, capsys):
         ("--domains ferry --out x", "domain 'ferry'"),
         ("--domains ferry.py --out x", "ferry.py: no such file"),
         ("--difficulty 6 --out x", "--difficulty is '6'"),
+        ("--wish cost --out x", "--wish is of --show N"),
+        ("--wish cost --show 1 --domains bank", "--wish cost: bank has move, waive, dispute,"),
+        ("--endpoint gpt --out x", "--endpoint is 'gpt'; it must be MODEL@ and a base URL"),
+        ("--domain ferry", "--domain needs the --endpoint"),
+        ("--user m@http://h --out x", "--user plays the users of --solver"),
+        ("--domain x --endpoint m@http://h --out x", "a domain is a file NAME.py"),
         (f"--out {__file__}", "is a file"),
     ):
         assert main(options.split()) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from nanorchestra.config import RolloutSection, TaskSection
@@ -40,7 +42,7 @@ def test_a_task_is_a_function_of_seed_split_and_number(world, tasks):
     assert len({*asked[:COUNT]} & {*asked[COUNT:]}) == 0 and len({*asked}) > 0.9 * len(asked)
 
 
-def test_prompts_and_golden_conversations_fit_a_small_context_and_score(world, tasks):
+def test_golden_conversations_fit_a_small_context_and_are_right(world, tasks):
     tokenizer = train_bpe(texts(world, 600), VOCAB_SIZE)  # as a draft of these domains has
     for task in tasks:
         env = world.environment(task, 0)
@@ -63,41 +65,26 @@ def test_demonstrations_are_right_in_a_share_that_is_stated(world, tasks):
 
 
 def test_tasks_are_proved_and_the_prompt_has_all_that_is_needed(world, tasks):
-    kinds, conditions = set(), 0
-    for task in tasks:
-        tau2, home = task.data["task"], world.domains[task.data["task"]["domain"]]
-        assert verify(home, tau2) is None
-        golden = tau2["evaluation_criteria"]["actions"]
+    """What is offered does not tell which branch is right: a refusal has the tool of the wish."""
+    kinds, said = Counter(), {split: set() for split in SPLITS}
+    for place, task in enumerate(tasks):
+        tau2 = task.data["task"]
+        home, golden = world.domains[tau2["domain"]], tau2["evaluation_criteria"]["actions"]
+        assert verify(home, tau2) is None and len(golden) <= small.MOST_CALLS
         assert all(mentions(task.question, value) for value in golden[0]["arguments"].values())
         env = world.environment(task, 0)
         prompt = env.messages[0]["content"]
+        assert tau2["policy"] in prompt
         assert {action["name"] for action in golden} < set(env.offered)
-        assert len(golden) <= small.MOST_CALLS and tau2["policy"] in prompt
         for rule in tau2["rules"]:
             assert rule["text"] in prompt and {*rule["args"]["tools"]} <= set(env.offered)
-        conditions += bool(tau2["rules"])
-        kinds.add(task.kind)
+        assert task.kind != "look-up, then refuse" or "write" in task.offers.values()
+        kinds[task.kind] += 1
+        for action in golden:
+            keys = [n for n in action["arguments"] if n.endswith(("_id", "account"))]
+            said[SPLITS[place >= COUNT]].update(action["arguments"][name] for name in keys)
     looked_up = {f"look-up, then {what}" for what in ("write", "refuse", "answer")}
-    assert kinds == looked_up | {"write", "hand over"} and conditions > 60
-
-
-def test_what_is_offered_does_not_tell_which_branch_is_right(world, tasks):
-    """A wish that is refused is offered with the tool that would do it."""
-    refused = [task for task in tasks if task.kind == "look-up, then refuse"]
-    for task in refused:
-        assert "write" in task.offers.values()
-    assert len(refused) > 20
-
-
-def test_held_out_tasks_have_names_and_keys_of_their_own(tasks):
-    """No key, name or number of three digits or more of one split is in the other."""
-    said = {split: set() for split in SPLITS}
-    for place, task in enumerate(tasks):
-        split = SPLITS[place >= COUNT]
-        for action in task.data["task"]["evaluation_criteria"]["actions"]:
-            for name, value in action["arguments"].items():
-                if name.endswith(("_id", "account")):
-                    said[split].add(value)
+    assert {*kinds} == looked_up | {"write", "hand over"} and kinds["look-up, then refuse"] > 20
     assert not said["train"] & said["held_out"] and min(map(len, said.values())) > 40
 
 

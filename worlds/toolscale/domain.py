@@ -84,9 +84,10 @@ class Domain:
         return [each.text for each in vars(self.source).values() if isinstance(each, Rule)]
 
     @cached_property
-    def wishes(self) -> list[WishKind]:
-        """The kinds of wishes."""
-        return [each for each in vars(self.source).values() if isinstance(each, WishKind)]
+    def wishes(self) -> dict[str, WishKind]:
+        """The kinds of wishes by their names."""
+        named = vars(self.source).items()
+        return {name: kind for name, kind in named if isinstance(kind, WishKind)}
 
     def identify(self, person: Any) -> tuple[str, tuple]:
         """Returns what a user says of itself, and the call that finds it."""

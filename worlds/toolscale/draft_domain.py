@@ -24,10 +24,9 @@ from nanorchestra.tools.models import Expert
 from nanorchestra.tools.sandbox import Sandbox
 from worlds.toolscale.domain import Domain, of_module
 from worlds.toolscale.domains import restaurant
-from worlds.toolscale.generate import BATCH, batch_of
+from worlds.toolscale.generate import BATCH, batch_of, report, vain
 from worlds.toolscale.plan import LEVELS, draw
 from worlds.toolscale.toolkit import ToolError, Toolkit, as_json
-from worlds.toolscale.verify import vain
 from worlds.toolscale.wishes import Scene, UnfitError
 
 MOST_TRIES = 3  # of a part
@@ -194,10 +193,8 @@ def _check(module: ModuleType, part: str) -> None:
             draw(domain, [twist], random.Random(0))
         except UnfitError:
             raise UserError(f"no user can have a wish for its {field}") from None
-    made = batch_of(domain, 0, [*LEVELS], 0)
-    proved = len(made["tasks"])
-    reasons = ", ".join(f"{count} {why}" for why, count in made["rejected"].most_common())
-    require(proved == BATCH, f"only {proved} of {BATCH} tasks can be proved; others: {reasons}")
+    tasks, outcomes = batch_of(domain, 0, [*LEVELS], 0)
+    require(len(tasks) == BATCH, f"not {BATCH} tasks can be proved: {report(tasks, outcomes, 0)}")
 
 
 def _call_all(domain: Domain, rng: random.Random) -> None:

@@ -35,8 +35,18 @@ def plan(domain: Domain, level: int, rng: random.Random) -> Scene:
     return draw(domain, drawn, rng)
 
 
-def draw(domain: Domain, twists: Sequence[str], rng: random.Random, keys: bool = False) -> Scene:
-    """Returns a scene with a wish for each twist. With `keys` the user knows all keys."""
+def draw(
+    domain: Domain,
+    twists: Sequence[str],
+    rng: random.Random,
+    keys: bool = False,
+    among: Sequence[WishKind] = (),
+) -> Scene:
+    """Returns a scene with a wish for each twist, of all wishes or `among` some.
+
+    With `keys` the user knows all keys. Raises UnfitError.
+    """
+    wishes = among or [*domain.wishes.values()]
     for _ in range(TRIES):
         scene = Scene(domain.start, domain.start.copy(), rng.choice(domain.people), rng, keys)
         if not keys:
@@ -44,12 +54,12 @@ def draw(domain: Domain, twists: Sequence[str], rng: random.Random, keys: bool =
         try:
             for place, twist in enumerate(twists):
                 is_last = place == len(twists) - 1
-                kinds = [kind for kind in domain.wishes if is_last or not kind.last]
+                kinds = [kind for kind in wishes if is_last or not kind.last]
                 scene = _with_wish(scene, twist, kinds)
             return scene
-        except UnfitError:
-            continue
-    raise UnfitError("no wishes can be had")
+        except UnfitError as error:
+            problem = error
+    raise problem
 
 
 def _with_wish(scene: Scene, twist: str, kinds: Sequence[WishKind]) -> Scene:
@@ -62,9 +72,9 @@ def _with_wish(scene: Scene, twist: str, kinds: Sequence[WishKind]) -> Scene:
             else:
                 _add(trial, twist, trial.choose(kinds))
             return trial
-        except (UnfitError, ToolError):
-            continue
-    raise UnfitError(f"no wish with the twist {twist}")
+        except (UnfitError, ToolError) as error:
+            problem = error
+    raise UnfitError(f"no wish with the twist {twist} ({problem})")
 
 
 def _add(scene: Scene, twist: str, kind: WishKind) -> None:
@@ -129,6 +139,7 @@ def _add_all(scene: Scene, kind: WishKind) -> None:
     for wish in allowed:
         scene.act(wish)
     scene.used |= {key_of(each) for each in records}
+    scene.kinds.append(kind)
     scene.said.append(f"You want to {kind.every}.")
 
 

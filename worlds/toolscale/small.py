@@ -7,12 +7,12 @@ To do nothing is never right: what depends on a record has to be looked up. Name
 of the held-out split are in no training task. Worlds, checks and scores are those of data_gen.py.
 """
 
-import itertools
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from nanorchestra.errors import UserError
 from nanorchestra.schemas import Json
 from worlds.toolscale.dataset import DomainWorld
 from worlds.toolscale.domain import BUILT_IN, LOOK, Domain, build, introduction
@@ -26,6 +26,7 @@ LEVELS = ((1, ("plain",)), (2, ("if", "rule", "mind")))  # in turn: a level, and
 TASKS = 20_000  # of a split
 # Golden calls of a task; characters of its policy and tools, and of what its calls return.
 MOST_CALLS, MOST_CHARS, MOST_READ = 2, 1300, 480
+MOST_TRIALS = 1000  # of a task
 RETURNED = "Tell the user only what the tools return."
 
 
@@ -46,7 +47,7 @@ class SmallTasks(Sequence):
         place, which = divmod(number, len(self.domains))
         domain = self.domains[which]
         level, twists = LEVELS[place % len(LEVELS)]
-        for trial in itertools.count():
+        for trial in range(MOST_TRIALS):
             name = f"{self.name}-{domain.name}-{number}-{trial}"
             rng = random.Random(name)
             try:
@@ -56,6 +57,8 @@ class SmallTasks(Sequence):
             task = _small(domain, scene, name, level)
             if _fits(domain, scene, task) and not verify(domain, task):
                 return task
+        none = f"none of {MOST_TRIALS} draws of level {level} fits a small context"
+        raise UserError(f"domain {domain.name}: {none}")
 
 
 def small_world(

@@ -387,7 +387,8 @@ def draw(rng: Draw) -> Restaurant:
                 minutes=rng.randrange(5, 60, 5),
             )
     for guest_id, guest in kit.guests.items():
-        dishes = [dish for dish in kit.dishes.values() if harmless.kept(guest, dish)]
+        harmful = {guest.allergy} - {"none"}
+        dishes = [dish for dish in kit.dishes.values() if dish.contains not in harmful]
         for _ in range(rng.randint(4, 7)):
             key, is_held, seats = rng.number("RES-"), rng.random() < 0.75, rng.randint(2, 8)
             orders = []
