@@ -124,7 +124,6 @@ class Server(TypedDict, total=False):
     only: Annotated[list[Text], Field(min_length=1)]
     result_words: Count
     usd_per_call: Usd
-    latency_s: Annotated[Number, Field(ge=0, le=3600)]
     timeout_s: Seconds
 
 

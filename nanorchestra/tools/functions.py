@@ -134,10 +134,10 @@ class FunctionTool(Tool):
         return replace(result, content=text, cost_usd=usd, error=True)
 
 
-def is_within(value: Any, least: float = 0.0, most: float = math.inf) -> bool:
-    """Returns whether a value is a finite number (NaN is none) from `least` to `most`."""
+def is_within(value: Any, most: float = math.inf) -> bool:
+    """Returns whether a value is a finite number (NaN is none) from 0 to `most`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and least <= value <= most and value < math.inf
+    return number and 0.0 <= value <= most and value < math.inf
 
 
 def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:

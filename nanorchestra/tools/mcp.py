@@ -42,7 +42,7 @@ from nanorchestra.tools.replies import UNRECORDED, Replies
 START_S = 60.0  # for a server to start and to list its tools; npx and uvx may install it first
 PROBE_S = 5.0  # for a server to list its tools again, after a call that took too long
 LOOK_S = 0.1  # between two looks whether a call is abandoned
-SETTINGS = "only", "usd_per_call", "latency_s", "timeout_s", "result_words"
+SETTINGS = "only", "usd_per_call", "timeout_s", "result_words"
 ENDED = types.CONNECTION_CLOSED, types.INVALID_REQUEST  # the latter of a session that is over
 
 for name in ("mcp", "client"):  # what a server does wrong is an observation, no log
@@ -51,10 +51,7 @@ for name in ("mcp", "client"):  # what a server does wrong is an observation, no
 
 @dataclass
 class McpTool(Tool):
-    """A tool of an MCP server, which knows it as `remote`. A call ends after `timeout_s` seconds.
-
-    `latency_s` None: measured.
-    """
+    """A tool of an MCP server, which knows it as `remote`; a call has `timeout_s` seconds."""
 
     name: str
     description: str
@@ -62,7 +59,6 @@ class McpTool(Tool):
     server: "McpServer"
     remote: str
     usd_per_call: float = 0.0
-    latency_s: float | None = None
     timeout_s: float = 60.0
     result_words: int = RESULT_WORDS
     replies: Replies = UNRECORDED
@@ -90,10 +86,9 @@ class McpTool(Tool):
         except Exception as problem:
             seconds = time.monotonic() - start
             return failed(self.name, problem, infrastructure=True, seconds=seconds)
-        seconds = time.monotonic() - start if self.latency_s is None else self.latency_s
         text = masked(text, self.server.secrets(), SECRET_CHARS)
         text = f"Error: {self.name}: {text}" if error else text
-        return ToolResult(text, self.usd_per_call, seconds, error=error)
+        return ToolResult(text, self.usd_per_call, time.monotonic() - start, error=error)
 
 
 class McpServer:
