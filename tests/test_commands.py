@@ -100,7 +100,6 @@ COMPARED = {  # how the transcripts begin that are compared
     "docs/tools.md": ["What is the rank of trial 372?"],
 }
 NOT_COMPARED = {  # how other untagged blocks begin, and why they are not compared
-    "$ python tools.py serve-index": "shortened; tests/serving/test_retrieval.py has such answers",
     "calls: {": "progress of MCP; tests/serving/test_mcp_server.py has such messages",
 }
 FILE = re.compile(r"(?:^|[:,=@ ])([\w./-]+\.(?:py|toml|jsonl?|txt))(?=$|[,:= ])")
