@@ -4,7 +4,12 @@ import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
+
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import _http
 
 
 class FakeHub:
@@ -26,6 +31,18 @@ class FakeHub:
         self.commits[repo, commit] = files
         self.newest[repo] = commit
         return commit
+
+    def serve_to(self, monkeypatch, cache: Path) -> None:
+        """Makes huggingface_hub ask this hub, with a cache of its own and without waits."""
+        template = self.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", self.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        impatient = SimpleNamespace(time=file_download.time.time, sleep=lambda seconds: None)
+        for library in (file_download, _http):
+            monkeypatch.setattr(library, "time", impatient)
 
     def __enter__(self) -> "FakeHub":
         class Handler(BaseHTTPRequestHandler):
@@ -58,6 +75,7 @@ class FakeHub:
     def __exit__(self, *_) -> None:
         self._server.shutdown()
         self._server.server_close()
+        _http.close_session()
 
     def _answer(self, path) -> tuple[int, dict[str, str], bytes]:
         for part, (status, code) in self.faults.items():

@@ -34,6 +34,18 @@ CORPUS = [
     "user assistant system 12345 the  answer <|im_start|> and </tool_call>\n"
 ] * 4
 
+TEXTS = [  # that two tokenizers have to cut alike
+    *CORPUS[:1],
+    "a cheapestexpert, the cheapest expert",
+    "In 1969, 3.14159 and 0x1F: 12345678 apples, ½ + ⅔ = ٣٤٥ Ⅷ ²",
+    "  leading, trailing \n\n\n\ttabs\r\n  and    gaps ",
+    "don't I'LL we've it's 's 'S THEY'RE",
+    "naïve café e\u0301, 東京タワー, Привет мир, שלום, 👩‍👩‍👧 emoji\u200d!",
+    "<|im_end|><|im_start|>system <tool_call> </think> [PAD] <|eot_id|>",
+    "a_b-c/d\\e: {x: [1, 2]}; $9.99 ^~|<>+= `code` -- ... ?!",
+    "".join(map(chr, range(1, 0x250))),
+]
+
 
 def make_foreign(kind: str, directory: Path, template: str | None = None) -> Path:
     """Writes a tokenizer of a kind, such as "llama3", and returns its directory."""

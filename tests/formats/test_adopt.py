@@ -1,13 +1,11 @@
 """Another model gets Qwen3's markers, and is otherwise the same."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from foreign_tokenizers import KINDS, make_foreign
-from smollm import smollm_file
 
 from nanorchestra.errors import UserError
 from nanorchestra.formats import adopt as program
@@ -99,17 +97,3 @@ def test_the_command_takes_a_hub_id_and_refuses_in_one_line(tmp_path, monkeypatc
         assert program.main([str(source), "--out", str(target)]) == 2
         assert line in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.slow
-def test_the_real_model_is_adopted_and_transformers_loads_it(tmp_path, capsys):
-    source, out = smollm_file(), tmp_path / "adopted"
-    assert program.main([str(source), "--out", str(out)]) == 0
-    assert "-> <tool_call>" in capsys.readouterr().out
-    assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
-    words = transformers.AutoTokenizer.from_pretrained(out)
-    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    ids = words(prompt, return_tensors="pt").input_ids
-    answer = theirs.generate(ids, max_new_tokens=7, do_sample=False)[0, ids.shape[1] :]
-    assert words.decode(answer) == "The capital of France is Paris."

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from foreign_tokenizers import CORPUS, make_foreign
+from foreign_tokenizers import TEXTS
 from gguf_files import write_gguf
 from smollm import smollm_file
 from tokenizers import pre_tokenizers
@@ -19,8 +19,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from nanorchestra import formats
 from nanorchestra.errors import UserError
-from nanorchestra.formats import gguf
-from nanorchestra.formats.load import load_model, with_chat
+from nanorchestra.formats import adopt, gguf
+from nanorchestra.formats.load import load_model
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.checkpoint import config_to_hf, read_config, read_sampling, stored_dtype
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
@@ -115,8 +115,9 @@ def test_a_file_is_converted_once_and_again_when_it_changes(cache, tmp_path, mon
     assert formats.directory_of(path) != copy
 
 
-@pytest.mark.parametrize("architecture", SWITCHES)
-@pytest.mark.parametrize("kind", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize(
+    "architecture, kind", [("llama", "BF16"), ("qwen2", "F16"), ("qwen3", "F32")]
+)
 def test_a_file_without_loss_holds_the_model_bit_for_bit(architecture, kind, tmp_path):
     dtype = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[kind]
     model = a_model(architecture).to(getattr(torch, dtype))
@@ -207,53 +208,6 @@ def test_sampling_and_the_ends_of_a_turn(tmp_path, nano_tokenizer):
     assert read_config(directory).eos_token_ids == nano_tokenizer.eos_ids
 
 
-TEXTS = [
-    *CORPUS[:1],
-    "a cheapestexpert, the cheapest expert",
-    "In 1969, 3.14159 and 0x1F: 12345678 apples, ½ + ⅔ = ٣٤٥ Ⅷ ²",
-    "  leading, trailing \n\n\n\ttabs\r\n  and    gaps ",
-    "don't I'LL we've it's 's 'S THEY'RE",
-    "naïve café e\u0301, 東京タワー, Привет мир, שלום, 👩‍👩‍👧 emoji\u200d!",
-    "<|im_end|><|im_start|>system <tool_call> </think> [PAD] <|eot_id|>",
-    "a_b-c/d\\e: {x: [1, 2]}; $9.99 ^~|<>+= `code` -- ... ?!",
-    "".join(map(chr, range(1, 0x250))),
-]
-
-
-@pytest.mark.parametrize(
-    "kind, pre",
-    [("llama3", "llama-bpe"), ("qwen2", "qwen2"), ("smollm2", "smollm"), (None, "qwen2")],
-)
-def test_tokenizers_come_back_from_a_file_and_from_transformers(
-    kind, pre, nano_tokenizer, tmp_path
-):
-    template = "{{ messages[0].content }}"
-    folder = tmp_path / "original"
-    if kind is None:
-        nano_tokenizer.save(folder)
-    else:
-        make_foreign(kind, folder, template)
-    original = with_chat(Tokenizer.from_dir(folder), folder)
-    model = a_model(vocab_size=original.vocab_size + 3)
-    path = write_gguf(tmp_path / "model.gguf", model, "Q8_0", original, pre=pre)
-    _, tokenizer = load_model(path)
-    assert tokenizer.vocab_size == original.vocab_size
-    assert (tokenizer.end_of_turn, tokenizer.bos_ids) == (original.end_of_turn, original.bos_ids)
-    if kind:
-        assert tokenizer.chat.template == template
-    added = tokenizer.backend.get_added_tokens_decoder()
-    assert added == original.backend.get_added_tokens_decoder()
-    for token in added.values():
-        ids = tokenizer.encode(f"a {token.content} b{token.content}")
-        assert not added.keys() & set(ids), "text forges a marker"
-    ours = transformers.AutoTokenizer.from_pretrained(formats.directory_of(path))
-    reference = transformers.AutoTokenizer.from_pretrained(folder)
-    for text in TEXTS:
-        assert tokenizer.encode(text) == original.encode(text)
-        assert ours.encode(text) == reference.encode(text)
-    assert ours.eos_token == reference.eos_token
-
-
 def test_the_default_cut_is_that_of_llama_cpp(nano_tokenizer, tmp_path):
     """Punctuation, then words as GPT-2's, then runs of digits, then threes of them."""
     model = a_model(vocab_size=nano_tokenizer.vocab_size)
@@ -265,17 +219,15 @@ def test_the_default_cut_is_that_of_llama_cpp(nano_tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_smollm_has_the_log_probabilities_and_the_ids_of_transformers():
+def test_the_real_model_is_that_of_transformers_also_with_qwens_markers(tmp_path, capsys):
     """Its published tokenizer.json splits by Digits and ByteLevel; the vocabulary is the file's."""
-    file = smollm_file()
+    file, out = smollm_file(), tmp_path / "adopted"
     directory = formats.directory_of(file)
-    model, tokenizer = load_model(file)
+    model, tokenizer = load_model(directory)
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer.backend.encode(prompt + "The capital of France is Paris. 1 2 3").ids
     expected = their_logprobs(theirs(file, model.config), ids)
     assert (logprobs(model, ids) - expected).abs().max() < 2e-5
-    again = transformers.AutoModelForCausalLM.from_pretrained(directory)
-    assert torch.equal(their_logprobs(again, ids), expected)
 
     reference = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -283,8 +235,16 @@ def test_smollm_has_the_log_probabilities_and_the_ids_of_transformers():
     reference.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
     rng = np.random.default_rng(0)
     characters = [chr(c) for c in range(1, 0x11000) if not 0xD800 <= c < 0xE000]
-    noise = ["".join(rng.choice(characters, 60)) for _ in range(200)]
+    noise = ["".join(rng.choice(characters, 60)) for _ in range(100)]
     mixed = [" ".join(rng.choice([*"0a1 b٣½.'\n"], 40)) for _ in range(50)]
     for text in [*TEXTS, *noise, *mixed]:
         assert tokenizer.backend.encode(text).ids == reference.encode(text).ids
     assert tokenizer.eos_ids == (2, 0) and tokenizer.bos_ids == []
+
+    assert adopt.main([str(directory), "--out", str(out)]) == 0
+    assert "-> <tool_call>" in capsys.readouterr().out
+    adopted = transformers.AutoModelForCausalLM.from_pretrained(out)
+    words = transformers.AutoTokenizer.from_pretrained(out)
+    ids = words(prompt, return_tensors="pt").input_ids
+    answer = adopted.generate(ids, max_new_tokens=7, do_sample=False)[0, ids.shape[1] :]
+    assert words.decode(answer) == "The capital of France is Paris."

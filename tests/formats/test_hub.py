@@ -3,12 +3,10 @@
 import json
 import sqlite3
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from fake_hub import FakeHub
-from huggingface_hub import constants, file_download
-from huggingface_hub.utils import _http
+from huggingface_hub import constants
 
 import serve
 from nanorchestra import formats, load_model
@@ -31,21 +29,12 @@ MORE = {"pytorch_model.bin": b"pickle", "modeling.py": b"code", "original/x.safe
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub, an empty cache, and a huggingface_hub that asks it without waiting between tries."""
+    """A hub, and an empty cache."""
     with FakeHub() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        server.serve_to(monkeypatch, tmp_path / "cache")
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        impatient = SimpleNamespace(time=file_download.time.time, sleep=lambda seconds: None)
-        for library in (file_download, _http):
-            monkeypatch.setattr(library, "time", impatient)
         monkeypatch.chdir(tmp_path)
         yield server
-        _http.close_session()
 
 
 def line(call, *arguments) -> str:
@@ -77,32 +66,14 @@ def test_what_exists_is_taken_as_it_is(hub, tmp_path):
     assert not hub.requests
 
 
-@pytest.mark.parametrize(
-    ("word", "parts"),
-    [
-        (REPO, (REPO, "", "")),
-        (f"{REPO}@refs/pr/1", (REPO, "refs/pr/1", "")),
-        ("a/b.c-D_1@v1.0/q/x.gguf", ("a/b.c-D_1", "v1.0", "q/x.gguf")),
-        ("a/b/x.gguf", ("a/b", "", "x.gguf")),
-    ],
-)
-def test_the_parts_of_a_hub_id(word, parts):
-    assert formats._parts(word) == parts
-
-
-def test_a_hub_id_is_downloaded_once_and_only_what_is_read(hub):
+def test_only_what_is_read_is_downloaded_and_a_commit_never_changes(hub):
     commit = hub.add(REPO, FILES | MORE)
     path = formats.directory_of(REPO)
     assert path.name == commit and {file.name for file in path.iterdir()} == set(FILES)
-    hub.requests.clear()
-    assert formats.pinned(REPO) == f"{REPO}@{commit}"
-    assert formats.directory_of(REPO) == path
-    assert not any("resolve" in request for request in hub.requests)
-
     newer = hub.add(REPO, FILES | {"README.md": b"new"})
     assert formats.pinned(REPO) == f"{REPO}@{newer}"
     hub.requests.clear()
-    assert formats.directory_of(f"{REPO}@{commit}") == path and not hub.requests  # it never changes
+    assert formats.directory_of(f"{REPO}@{commit}") == path
     assert load_model(f"{REPO}@{commit}")[1] and not hub.requests
 
 
