@@ -36,7 +36,7 @@ SETTINGS = {
     "grpo.group_size": 4,
     "grpo.min_std": 0,
     "grpo.bounds": "task",
-    "evaluation.tasks": 8,
+    "evaluation.tasks": 2,
     "evaluation.temperature": 4.0,
 }
 

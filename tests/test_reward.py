@@ -17,7 +17,6 @@ from reward import (
     group_rewards,
     normalise,
     preference_score,
-    project,
     reward_parts,
     task_rewards,
     weights,
@@ -114,12 +113,6 @@ def test_properties_of_any_group(seed):
         assert low > high
         low, high = task_rewards(twins, Preference("", 1.0, 1.0, 1.0), BOUNDS)
         assert low > high
-
-
-def test_the_projection_pays_by_outcome():
-    normalised = np.array([[1.0, 0.5], [1.0, 1.0], [0.5, 0.0]])
-    rewards = project(normalised, np.array([2.0, 4.0]), outcomes=np.array([1.0, 0.0, 0.5]))
-    assert rewards.tolist() == [4.0, 0.0, 0.5]
 
 
 def test_defects_of_the_published_code():

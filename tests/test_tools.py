@@ -6,9 +6,6 @@ import json
 import math
 import re
 import sys
-import threading
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,8 @@ from nanorchestra.errors import UserError
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import argument_error
 from nanorchestra.tools import models
-from tools import RecordsTool, load_tools, tool
+from nanorchestra.tools.index import Index, Passage
+from tools import LookupTool, PythonTool, RecordsTool, load_tools, tool
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
 SEARCH = {
@@ -50,14 +48,14 @@ def catalogue(*tools, here="http://localhost:8000/v1", endpoint=None, **tables):
 
 @pytest.fixture
 def load(tmp_path, monkeypatch, sandbox):
-    """load(content of a JSON file) with a corpus beside the file."""
+    """load(content of a JSON file, names of more files) with a corpus beside the file."""
     monkeypatch.chdir(tmp_path)
     facts = '{"text": "Gold has the atomic number 79."}\n{"text": "Iron has 26."}\n'
     (tmp_path / "corpus.jsonl").write_text(facts)
 
-    def run(content):
+    def run(content, more=""):
         (tmp_path / "t.json").write_text(json.dumps(content))
-        return load_tools("t.json", sandbox)
+        return load_tools(f"t.json{more}", sandbox)
 
     return run
 
@@ -68,43 +66,34 @@ def server():
         yield served
 
 
-def test_a_good_catalogue_becomes_tools_that_work(load):
+def test_an_entry_may_be_an_openai_function_object_and_has_its_settings(load):
     function = {"type": "function", "function": {"name": "py", "description": "runs Python"}}
     settings = {"kind": "code", "usd_per_call": 0.001, "timeout_s": 60, "usd_per_second": 0.5}
     code, search, expert = load(catalogue(function | settings, SEARCH | {"passages": 2}, EXPERT))
-    result = code.call({"code": "print(1)\n1/0"})
-    assert result.content == "1\nError: ZeroDivisionError: division by zero (line 2)"
-    # The wait for a worker takes time and costs nothing.
-    assert result.error and 0.001 < result.cost_usd <= 0.001 + 0.5 * result.latency_s
-    assert code.call({"code": "x = 1"}).content == "(no output)" and code.timeout_s == 60
-    passages = search.call({"query": "gold has"}).content.split("\n")
-    assert passages[0].startswith("Gold") and len(passages) == 2
+    assert code.name == "py" and code.timeout_s == 60 and code.usd_per_second == 0.5
+    assert code.call({"code": "x = 1"}).content == "(no output)"
+    assert len(search.call({"query": "gold has"}).content.split("\n")) == 2
     assert search.call({"query": "?"}).content == "nothing found"
     assert expert.expert.price == Price(1, 2) and expert.expert.max_tokens == 100
-    schema = search.schema["function"]
-    assert schema["parameters"]["required"] == ["query"] and schema["name"] == "wiki"
 
 
-def test_an_expert_is_asked_and_billed_and_a_reasoning_model_as_it_wants(load, server):
-    thinker = {"thinker": MINE | {"reasoning": True, "temperature": 0.3}, "mine": MINE}
-    tools = EXPERT, EXPERT | {"name": "t", "expert": "thinker"}
-    expert, other = load(catalogue(*tools, here=server.url, experts=thinker))
-    server.answer = lambda body: said("<think>of</think>\nParis", usage=(100, 50))
+@pytest.mark.parametrize(
+    "settings, sent",
+    [
+        ({}, {"max_tokens": 100}),
+        ({"temperature": 0.3}, {"max_tokens": 100, "temperature": 0.3}),
+        ({"reasoning": True, "temperature": 0.3}, {"max_completion_tokens": 100}),
+        ({"reasoning_effort": "low"}, {"max_tokens": 100, "reasoning_effort": "low"}),
+    ],
+)
+def test_an_expert_is_asked_as_its_entry_says_and_billed(load, server, settings, sent):
+    (expert,) = load(catalogue(EXPERT, here=server.url, experts={"mine": MINE | settings}))
+    server.answer = lambda body: said("Paris", usage=(100, 50))
     result = expert.call({"task": "capital of France?"})
     assert (result.content, result.cost_usd) == ("Paris", pytest.approx(0.0002))
     assert (result.input_tokens, result.output_tokens, result.retries) == (100, 50, 0)
     messages = [{"role": "user", "content": "capital of France?"}]
-    other.call({"task": "capital of France?"})
-    asked = {"model": "m-1", "messages": messages}
-    assert server.bodies == [asked | {"max_tokens": 100}, asked | {"max_completion_tokens": 100}]
-
-
-def test_an_expert_has_an_effort_of_reasoning_if_its_entry_names_one(load, server):
-    experts = {"mine": MINE, "low": MINE | {"reasoning": True, "reasoning_effort": "low"}}
-    tools = EXPERT, EXPERT | {"name": "t", "expert": "low"}
-    for asked in load(catalogue(*tools, here=server.url, experts=experts)):
-        asked.call({"task": "t"})
-    assert [body.get("reasoning_effort") for body in server.bodies] == [None, "low"]
+    assert server.bodies == [{"model": "m-1", "messages": messages} | sent]
 
 
 def test_headers_come_from_the_environment_and_reach_no_message(load, server, monkeypatch, capsys):
@@ -139,36 +128,14 @@ def test_web_search_counts_in_the_cap_of_a_run_and_of_a_user(load, server, monke
     assert len(server.bodies) == 1
 
 
-def test_web_search_asks_the_address_of_its_entry(load, server, monkeypatch):
-    monkeypatch.setenv("TAVILY_API_KEY", "tvly")
-    (tool,) = load([WEB | {"base_url": f"{server.url}/proxy/"}])
-    server.answer = lambda body: {"results": [{"url": "http://a", "content": "of the proxy"}]}
-    assert "of the proxy" in tool.call({"query": "q"}).content
-
-
-def test_an_endpoint_has_so_many_calls_at_once_as_it_says(load, server):
-    server.answer = lambda body: time.sleep(0.05) or said("a")
-    tools = EXPERT, EXPERT | {"name": "two"}
-    experts = load(catalogue(*tools, here=server.url, endpoint={"concurrency": 2}))
-    calls = [threading.Thread(target=experts[i % 2].call, args=({"task": "t"},)) for i in range(6)]
-    for call in calls:
-        call.start()
-    for call in calls:
-        call.join()
-    assert server.most_open == 2 and len(server.bodies) == 6
-
-
 def test_published_roles_read_the_evidence_and_return_what_was_found(load, server, nano_tokenizer):
-    reason, search, answer = load(
-        catalogue(*ROLES, SEARCH | {"usd_per_call": 0.25}, here=server.url)
-    )
+    offered = load(catalogue(*ROLES, SEARCH | {"usd_per_call": 0.25}, here=server.url))
     known = ["old document"], [["print(2)", "2"]], [["a-1", "lead"]]
     evidence = Evidence("What is gold?", *known, nano_tokenizer)
-    reason, search, answer = (replace(tool, evidence=evidence) for tool in (reason, search, answer))
+    reason, search, answer = (tool.for_attempt(evidence) for tool in offered)
     server.answer = lambda body: said("```python\nprint(6*7)\n```", usage=(100, 50))
     result = reason.call({"model": "a-1"})
     assert result.findings == {"code": [["print(6*7)", "42"]]} and "42" in result.content
-    assert [part["name"] for part in result.parts] == ["expert", "python"]
     assert result.cost_usd == pytest.approx(0.0002, rel=0.1) and result.alias == "a-1"
     (message,) = server.bodies[-1]["messages"]
     texts = ["Doc 1: old document", "print(2)", "Attempt1 answer by a-1: lead", "What is gold?"]
@@ -177,19 +144,15 @@ def test_published_roles_read_the_evidence_and_return_what_was_found(load, serve
     server.answer = lambda body: said("<query>atomic number of gold</query>")
     result = search.call({"model": "a-1"})
     assert result.findings["documents"][-1].startswith("Gold has") and result.cost_usd > 0.25
-    own, both = (r.experts["a-1"].most_usd(r.prompt(r.experts["a-1"])) for r in (reason, search))
-    assert search.most_usd({"model": "a-1"}) == both + 0.25  # helpers are billed too
-    assert reason.most_usd({"model": "a-1"}) == own + 60 * 0.0000083
-    server.answer = lambda body: said("<query>gold</query>")
-    assert search.call({"model": "a-1"}).content == "Error: a-1 wrote no query"
+    own = search.experts["a-1"].most_usd(search.prompt(search.experts["a-1"]))
+    assert search.most_usd({"model": "a-1"}) == own + 0.25, "helpers are billed too"
     evidence.documents += ["long " * 500]
-    for model, said_by_it in (
-        ("a-1", "<answer>79</answer>."),
-        ("boxed", r"so \boxed{\frac{1}{2}}"),
+    for model, text, found in (
+        ("a-1", "<answer>79</answer>.", "79"),
+        ("boxed", r"so \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     ):
-        server.answer = lambda body, text=said_by_it: said(text)
-        result = answer.call({"model": model})
-        assert result.content == {"a-1": "79", "boxed": r"\frac{1}{2}"}[model]
+        server.answer = lambda body, text=text: said(text)
+        assert answer.call({"model": model}).content == found
     assert len(server.bodies[-1]["messages"][0]["content"]) < 1500  # its budget is 400 tokens
     with pytest.raises(RefusedError, match="answer: no model 'gpt'; there are a-1"):
         answer.within({"model": "gpt"}, Allowance())
@@ -285,10 +248,9 @@ from tools import ToolResult, tool
 @tool(kind="search", usd_per_call=0.25)
 def pages(query: str, count: int = 2) -> list[str]:
     "Finds pages, best first."
-    pages = {"atomic number of gold": ["Gold has 79.", {"row": 2}], "blank": " "}.get(query, [])
-    if query == "a half character":
-        return "half \\ud800", ""
-    return ToolResult("one page", 0.125) if query == "the cached page" else pages
+    if query == "the cached page":
+        return ToolResult("one page", 0.125)
+    return ["half \\ud800", {"row": 2}, "", None]
 
 @tool(kind="code")
 def run(code: str) -> str:
@@ -302,36 +264,22 @@ def other(query: str) -> str:
 """
 
 
-def test_a_python_function_stands_behind_a_published_role(
-    tmp_path, sandbox, server, nano_tokenizer, monkeypatch
-):
+def test_a_python_function_stands_behind_a_published_role(load, tmp_path, server, nano_tokenizer):
     """What a function finds becomes evidence and is billed; the policy sees the roles alone."""
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(HELPERS)
-    (tmp_path / "t.json").write_text(json.dumps(catalogue(*ROLES, here=server.url)))
-    reason, search, answer, other = load_tools("t.json,mine.py", sandbox)
-    assert [tool.name for tool in (reason, search, answer)] == [role["name"] for role in ROLES]
-    assert (other.name, other.kind, [helper.name for helper in search.helpers]) == (
-        "other",
-        "function",
-        ["pages"],
-    )
+    reason, search, answer, other = load(catalogue(*ROLES, here=server.url), ",mine.py")
+    assert [each.name for each in (reason, search, answer)] == [role["name"] for role in ROLES]
+    assert (other.name, other.kind, search.helpers[0].name) == ("other", "function", "pages")
     evidence = Evidence("What is gold?", tokenizer=nano_tokenizer)
-    reason, search = (replace(tool, evidence=evidence) for tool in (reason, search))
+    reason, search = (role.for_attempt(evidence) for role in (reason, search))
     for query, documents, usd in (
-        ("atomic number of gold", ['{"row": 2}', "Gold has 79."], 0.25),
+        ("pages about gold", ['{"row": 2}', "half \ufffd"], 0.25),
         ("the cached page", ["one page"], 0.125),
-        ("a half character", ["half \ufffd"], 0.25),
     ):
         server.answer = lambda body, q=query: said(f"<query>{q}</query>", usage=(0, 0))
         result = search.call({"model": "a-1"})
         assert result.findings == {"documents": documents} and not result.error
         assert result.cost_usd == pytest.approx(usd, abs=0.001)
-    assert result.content == "half \ufffd"
-    server.answer = lambda body: said("<query>nothing of this kind</query>")
-    assert search.call({"model": "a-1"}).content == "nothing found"
-    own = search.experts["a-1"].most_usd(search.prompt(search.experts["a-1"]))
-    assert search.most_usd({"model": "a-1"}) == own + 0.25
     server.answer = lambda body: said("```python\nx\n```")
     result = reason.call({"model": "a-1"})
     assert result.findings == {"code": [["x", "ran x"]]} and "ran x" in result.content
@@ -375,15 +323,18 @@ def test_a_function_that_cannot_be_a_tool_is_refused_in_one_line(tmp_path, sandb
         )
 
 
-def test_records_are_read_by_table_and_id():
-    tool = RecordsTool("r", "", {"order": {"5": {"customer": 7}}}, 0.01)
-    for table, key, content, error in (
-        ("order", 5, '{"customer": 7}', False),
-        ("order", 6, "Error: no row 6", True),
-        ("x", 5, "Error: no table x; there are order", True),
+def test_records_that_are_not_there_are_named_and_a_virtual_clock_is_not_measured(sandbox):
+    rows = RecordsTool("r", "", {"order": {"5": {"customer": 7}}}, 0.01, latency_s=2.0)
+    for table, key, content in (
+        ("order", 6, "Error: no row 6"),
+        ("x", 5, "Error: no table x; there are order"),
     ):
-        result = tool.call({"table": table, "id": key})
-        assert (result.content, result.error, result.cost_usd) == (content, error, 0.01)
+        result = rows.call({"table": table, "id": key})
+        assert (result.content, result.error, result.cost_usd) == (content, True, 0.01)
+    python = PythonTool("python", "d", sandbox, latency_s=2.0)
+    search = LookupTool("docs", "d", Index.of([Passage("gold")]), latency_s=2.0)
+    results = [result, python.call({"code": "1"}), search.call({"query": "gold"})]
+    assert [result.latency_s for result in results] == [2.0] * 3
 
 
 PUBLISHED_FORM = {
@@ -502,40 +453,40 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "charged, billed",
-    [(0.2, 0.2), (0.0, 0.0), (0.3, 0.3), (-1.0, 0.25), (math.nan, 0.25), ("0.1", 0.25)],
+    "result, content, usd, seconds",
+    [
+        (ToolResult("yes", 0.2, 3.0), "yes", 0.2, 3.0),
+        (ToolResult("yes", 0.0, refused=True), "yes", 0.0, 0.0),  # it has run, so it counts
+        (ToolResult({"mean": 3}, 0.1, -50.0), '{"mean": 3}', 0.1, None),
+        (ToolResult(7, 0.1, math.nan), "7", 0.1, None),
+        (ToolResult(None, 0.1, math.inf), "null", 0.1, None),
+        (ToolResult("half \ud83d", 0.1, "soon"), "half \ufffd", 0.1, None),
+        (ToolResult("yes", 0.3), None, 0.3, 0.0),
+        (ToolResult("yes", -1.0), None, 0.25, 0.0),
+        (ToolResult("yes", math.nan), None, 0.25, 0.0),
+        (ToolResult("yes", "0.1"), None, 0.25, 0.0),
+    ],
 )
-def test_a_function_charges_no_more_than_it_states(charged, billed):
-    """A user's limit holds by what a function states; a charge beyond it is an error, billed."""
+def test_a_result_that_a_function_makes_is_made_plain_and_charges_what_was_stated_at_most(
+    result, content, usd, seconds
+):
+    """A user's limit holds by what a function states; a charge beyond it is an error, billed.
+
+    Seconds that are none are those that passed.
+    """
 
     @tool(usd_per_call=0.25)
     def ask(text: str) -> ToolResult:
         """Asks."""
-        return ToolResult("yes", charged)
+        return result
 
-    result = ask.call({"text": "well?"})
-    assert result.cost_usd == billed and result.error == (charged not in (0.0, 0.2))
-    assert ("usd_per_call states $0.25 at most" in result.content) == result.error
-
-
-def test_a_result_that_a_function_makes_itself_is_made_plain():
-    """It has run, so it counts as a call, in seconds that passed, with text that can be shown."""
-    for content, latency_s, text in (
-        ({"mean": 3}, -50.0, '{"mean": 3}'),
-        (7, math.nan, "7"),
-        (None, math.inf, "null"),
-        ("half \ud83d", "soon", "half \ufffd"),
-        ("yes", 3, "yes"),
-    ):
-
-        @tool(usd_per_call=0.25)
-        def ask(text: str) -> ToolResult:
-            """Asks."""
-            return ToolResult(content, 0.1, latency_s, refused=True)  # noqa: B023
-
-        result = ask.call({"text": "well?"})
-        assert (result.content, result.cost_usd, result.refused) == (text, 0.1, False)
-        assert result.latency_s == 3 if latency_s == 3 else 0 <= result.latency_s < 1
+    called = ask.call({"text": "well?"})
+    assert (called.cost_usd, called.refused) == (usd, False)
+    if content is None:
+        assert called.error and "usd_per_call states $0.25 at most" in called.content
+    else:
+        assert not called.error and called.content == content
+    assert 0 <= called.latency_s < 1 if seconds is None else called.latency_s == seconds
 
 
 def test_a_schema_that_cannot_be_applied_is_an_error_of_each_call():

@@ -14,7 +14,7 @@ from scripted import ANSWER, SETTINGS, EchoTool, call, echoing, play
 from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.numbering import in_attempt
 from nanorchestra.errors import UserError
-from nanorchestra.records import Preference, Price, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.records import Preference, Price, ToolCall, Trajectory, Turn
 from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.models import Expert, ExpertTool
 from nanorchestra.tools.replies import store_of
@@ -40,7 +40,7 @@ def limited(tokenizer, script, tool=None, settings=SETTINGS, **wish):
     return t, contents, engine, env.messages[0]["content"]
 
 
-def test_a_forbidden_tool_is_not_called_and_a_refused_call_earns_no_weight(nano_tokenizer):
+def test_a_refused_call_earns_no_weight_and_a_choice_can_be_banned(nano_tokenizer):
     t, contents, _, prompt = limited(nano_tokenizer, [call(), ANSWER], never=["echo"])
     assert contents == ["Error: the user forbids echo"] and "Never call echo." in prompt
     assert t.calls == {} and t.cost_usd < 0.01 and t.outcome == 1
@@ -50,13 +50,10 @@ def test_a_forbidden_tool_is_not_called_and_a_refused_call_earns_no_weight(nano_
     turns = [call("orion"), call("vega"), ANSWER]
     by_choice = limited(nano_tokenizer, turns, chooser, never=["Orion"])
     assert by_choice[1] == ["Error: the user forbids Orion", "vega"]
-    wrong = call().replace("text", "words")
-    for refused, says in ((call(name="nothing"), "no tool"), (wrong, "unexpected")):
-        t, contents, _, _ = limited(nano_tokenizer, [refused, ANSWER])
-        assert says in contents[0] and t.calls == {}
-    t, contents, _, _ = limited(
-        nano_tokenizer, [TWO, ANSWER], settings=replace(SETTINGS, calls_per_turn=1)
-    )
+    t, contents, _, _ = limited(nano_tokenizer, [call(name="nothing"), ANSWER])
+    assert "no tool" in contents[0] and t.calls == {}
+    once = replace(SETTINGS, calls_per_turn=1)
+    t, contents, _, _ = limited(nano_tokenizer, [TWO, ANSWER], settings=once)
     assert "calls in one turn: at most 1" in contents[1] and t.calls == {"echo": 1}
 
 
@@ -74,9 +71,6 @@ def test_a_call_is_given_up_in_time_for_an_answer(nano_tokenizer):
     t, contents, _, prompt = limited(nano_tokenizer, [call(), ANSWER], seconds=2.0)  # 2 s, virtual
     assert "was given up" in contents[0] and t.latency_s <= 2 and t.status == "answered"
     assert "Answer within 2 seconds." in prompt and t.cost_usd > 0.25  # its cost is known
-    tool = Priced(blocking=True, seconds=1.5, result=ToolResult("late", 0.25, 0.0))
-    t, contents, _, _ = limited(nano_tokenizer, [call(), ANSWER], tool, seconds=0.8)  # waited for
-    assert "was given up" in contents[0] and 0.25 < t.cost_usd < 0.26 and t.calls == {"echo": 1}
     _, _, engine, _ = limited(nano_tokenizer, [ANSWER], seconds=0.5)
     assert engine.params[0][1] == 50  # tokens of 10 ms
 

@@ -68,17 +68,6 @@ def gpus(monkeypatch):
     return gpus
 
 
-def test_an_embedder_stays_on_the_gpu_of_the_thread_that_made_it(checkpoint, gpus):
-    """A rank above 0 makes it; a thread whose current GPU is 0 uses it."""
-    gpus.current = 3
-    embedder, loaded, made, used = Embedder(checkpoint), gpus.loaded, gpus.made, gpus.used
-    assert loaded == [("cuda:3", "bfloat16")]
-    assert embedder.device == torch.device("cuda", 3)
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(embedder.passages, ["a text"]).result()
-    assert used == [3] and {device for device in made if device} == {embedder.device}
-
-
 def test_a_tool_searches_on_the_gpu_of_its_rank_from_any_thread(
     checkpoint, tmp_path, gpus, monkeypatch
 ):

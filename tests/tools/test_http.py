@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
+import random
 import socket
 import threading
 import time
 import tracemalloc
 from contextlib import contextmanager
+from email.utils import formatdate
 from itertools import repeat
 
 import pytest
@@ -17,14 +18,14 @@ from openai_server import openai_server, said
 
 from nanorchestra.records import Price
 from nanorchestra.schemas import bounded_json
-from nanorchestra.tools import http
+from nanorchestra.tools import http, models
 from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.models import Expert, most_tokens
-from nanorchestra.tools.search import WebSearch
-from nanorchestra.tools.spending import Charge, Spending
+from nanorchestra.tools.spending import Spending
 
 KEY = "sk-secret-key-of-mine"
 LIMIT = 100  # tokens of a reply
+UNIFORM = random.uniform
 GOOD = json.dumps(said("42")).encode()
 
 
@@ -134,6 +135,21 @@ FAULTS = {  # name: (what is sent, how the call ends, what it says, whether the 
     "an error in a reply": (
         reply(b'{"error": {"code": 503, "message": "busy"}}'), INFRASTRUCTURE, "busy", FREE,
     ),
+    "a list": (reply(b"[]"), INFRASTRUCTURE, "not the reply that was asked for", BILLED),
+    "no choice": (reply(b'{"choices": []}'), INFRASTRUCTURE, "choices", BILLED),
+    "no message": (reply(b'{"choices": [{}]}'), INFRASTRUCTURE, "message is missing", BILLED),
+    "a call without a name": (
+        answers(tool_calls=[{"function": {}}]), INFRASTRUCTURE, "name is missing", BILLED,
+    ),
+    "content in parts": (
+        answers([{"type": "text", "text": "a"}, "b", {"type": "image"}]), ANSWERED, "ab", BILLED,
+    ),
+    "a number": (answers(7), ANSWERED, "7", BILLED),
+    "reasoning alone": (answers(None, reasoning="r"), ORDINARY, "reasoning alone", BILLED),
+    "a thought before": (answers("<think>of</think>\nParis"), ANSWERED, "Paris", BILLED),
+    "no usage": (reply(GOOD.replace(b"usage", b"x")), ANSWERED, "42", BILLED),
+    "usage that is a number": (reply(GOOD.replace(b'"usage": {', b'"usage": 3, "x": {')), ANSWERED,
+        "42", BILLED),
     "nothing said": (answers(""), ORDINARY, "gave no answer: nothing", BILLED),
     "a refusal": (answers("", refusal="I\nwill not"), ORDINARY, "refused: I will not", BILLED),
 }  # fmt: skip
@@ -168,36 +184,36 @@ def nothing_stays():
         time.sleep(0.01)
 
 
+@contextmanager
+def memory():
+    """Yields a function that returns the bytes that were allocated at most, by the end."""
+    tracemalloc.start()
+    try:
+        yield lambda: peak
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_whatever_a_server_does_is_one_line_in_bounded_time_and_billed_once(server, name):
+def test_whatever_a_server_does_is_one_line_in_bounded_time_and_memory(server, name):
     server.raw, ends, says, billed = FAULTS[name]
     spending = Spending(max_usd=1.0)
     asked = expert(server.url, spending, 0.3 if "no whole reply" in says else 5.0)
     text, start = "What is 6 times 7?", time.monotonic()
-    with nothing_stays():
+    with nothing_stays(), memory() as most_bytes:
         result = asked.ask(text, "e")
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 5.0
+    assert most_bytes() < 200 << 20
     assert (result.error, result.infrastructure) == (ends != ANSWERED, ends == INFRASTRUCTURE)
     assert says in result.content and len(result.content) < 400, result.content
     assert "\n" not in result.content and KEY not in result.content
     most = asked.price.cost(most_tokens(text), LIMIT)
     assert (0 < result.cost_usd <= most) if billed else result.cost_usd == 0
     assert spending.spent == pytest.approx(result.cost_usd, abs=1e-12)
-    assert 0 <= result.latency_s < 2.0 and 0 <= result.output_tokens <= LIMIT
+    assert 0 <= result.latency_s < 5.0 and 0 <= result.output_tokens <= LIMIT
     server.raw = None
     assert asked.ask(text, "e").content == "42"  # the next call finds nothing amiss
-
-
-@pytest.mark.parametrize("name", [name for name in FAULTS if re.search(r"GB|10\^6|bomb", name)])
-def test_no_reply_takes_more_memory_than_its_bound(server, name):
-    server.raw = FAULTS[name][0]
-    tracemalloc.start()
-    try:
-        result = expert(server.url, Spending(), 5.0).ask("hi", "e")
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert result.error and peak < 200 << 20, f"{peak >> 20} MiB"
 
 
 def test_no_redirect_takes_a_prompt_or_a_key_to_another_host(server):
@@ -265,51 +281,73 @@ def test_what_never_becomes_a_connection_ends_too(server):
             assert "\n" not in result.content and spending.spent == result.cost_usd == 0
 
 
-def test_many_calls_are_open_at_once_and_each_has_its_own_reply(server):
-    """As those of a step of training are."""
-    met, replies = threading.Barrier(64, timeout=10), {}
-
-    def answer(body):
-        met.wait()
-        return {"text": body["text"] * 2}
-
-    def call(text):
-        replies[text] = http.post(f"{server.url}/x", {"text": text}, dict, "NO_KEY", 20.0).content
-
-    server.answer = answer
-    with nothing_stays():
-        threads = [threading.Thread(target=call, args=(f"{n} ",)) for n in range(64)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert replies == {f"{n} ": {"text": f"{n} {n} "} for n in range(64)}
-    assert "Authorization" not in server.headers[-1]
-
-
-def test_a_key_that_cannot_be_sent_is_an_error_without_the_key(server, monkeypatch):
+def test_a_key_that_is_missing_or_cannot_be_sent_is_an_error_without_the_key(
+    server, monkeypatch, capsys
+):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\u20ac")
     result = expert(server.url, Spending(), 1.0).ask("hi", "e")
     assert result.infrastructure and "sk-secret" not in result.content
+    monkeypatch.delenv("OPENAI_API_KEY")
+    monkeypatch.setattr(models, "TOLD", set())
+    server.status = 401
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        for _ in range(2):
+            result = expert(server.url, Spending(), 1.0).ask("hi", "e")
+            assert "the environment variable OPENAI_API_KEY is not set" in result.content
+    assert capsys.readouterr().err == "model-1 needs OPENAI_API_KEY, which is not set\n"
+    assert "Authorization" not in server.headers[-1]
 
 
-def test_a_call_that_raises_keeps_no_reservation():
-    spending = Spending(max_usd=1.0)
-    for _ in range(3):
-        with pytest.raises(RuntimeError), spending.reserved(Charge("e", 0.4, None)):
-            raise RuntimeError("a bug")
-    assert spending.spent == 0.0 and not spending.exhausted
+@pytest.fixture
+def waits(monkeypatch):
+    """The seconds between the tries, which pass at once."""
+    waited = []
+    monkeypatch.setattr(http.time, "sleep", waited.append)
+    monkeypatch.setattr(http.random, "uniform", UNIFORM)
+    return waited
 
 
-def test_scores_of_a_search_are_numbers_or_nothing(server, monkeypatch):
-    monkeypatch.setenv("TAVILY_API_KEY", KEY)
-    web = WebSearch("web", "", base_url=server.url)
-    for number, score in enumerate(("1" + "0" * 400, "NaN", "0.5")):
-        hits = f'{{"results": [{{"url": "u", "content": "text", "score": {score}}}]}}'
-        server.answer = lambda body, hits=hits: hits.encode()
-        result = web.call({"query": f"q{number}"})
-        shown = 0.5 if score == "0.5" else 0.0
-        assert not result.error and f"u (score {shown:.2f})" in result.content
+@pytest.mark.parametrize(
+    "status, headers, most_requests, waited",
+    [
+        (500, {}, 3, [(1, 2), (2, 4)]),
+        (429, {}, 3, [(1, 2), (2, 4)]),
+        (429, {}, 1, []),
+        (401, {}, 3, []),
+        (429, {"Retry-After": "7"}, 3, [(7, 7)] * 2),
+        (429, {"Retry-After": "DATE"}, 3, [(25, 30)] * 2),  # 30 seconds from now
+        (429, {"Retry-After": "86400"}, 3, []),  # longer than the call may take
+        (None, {}, 3, [(1, 2), (2, 4)]),  # nothing listens
+    ],
+)
+def test_what_may_pass_is_tried_again_as_often_and_as_late_as_was_said(
+    server, waits, status, headers, most_requests, waited
+):
+    date = formatdate(time.time() + 30, usegmt=True)
+    server.status = status
+    server.reply_headers = {name: value.replace("DATE", date) for name, value in headers.items()}
+    url = server.url if status else "http://127.0.0.1:9/v1"
+    endpoint = Endpoint(url, timeout_s=120.0, most_requests=most_requests)
+    reply = endpoint.complete({}, 120.0)
+    assert reply.problem and reply.retries == len(waits) == len(waited)
+    assert all(low <= each <= high for each, (low, high) in zip(waits, waited, strict=True))
+    assert len(server.bodies) == (1 + len(waited) if status else 0)
+    assert (reply.waited > 0) == bool(waited) and reply.waited < reply.seconds
+
+
+@pytest.mark.parametrize(
+    "model, says, told",
+    [
+        ("r", "r redirected", "r redirected"),
+        ("big.1", "big.1 redirected, big.1x.", "c redirected, big.1x."),
+        ("m", "x" * 999, "x" * 290),
+    ],
+)
+def test_the_models_name_is_hidden_and_no_other_word_is_changed(server, model, says, told):
+    server.status, server.answer = 400, lambda body: says.encode()
+    asked = Expert("c", Endpoint(server.url), model, Price(1, 1), Spending())
+    assert asked.ask("hi", "c").content == f"Error: c did not answer: HTTP 400: {told}"
 
 
 def test_json_from_outside_is_plain():

@@ -24,23 +24,11 @@ from tools import main
 
 RELATIONS = ("mass", "melting point", "atomic radius")
 FACTS = []
-for number in range(1, 160):
+for number in range(1, 100):
     for place, relation in enumerate(RELATIONS):
         subject, text = f"element {number}", f"Its {relation} is {1000 * (place + 1) + number}."
         fact = {"subject": subject, "relation": relation, "text": f"Element {number}. {text}"}
         FACTS.append(fact)
-
-
-def test_nearly_every_fact_is_found_by_its_subject_and_relation():
-    index, missed = Index.of(Passage(fact["text"]) for fact in FACTS), []
-    for fact in FACTS:
-        relation, subject = fact["relation"], fact["subject"]
-        for query in (f"{subject} {relation}", f"What is the {relation} of {subject}?"):
-            best = index.search(query, k=1)[0].text  # two facts may hold the same answer
-            if not (subject in best.lower() and best.split()[-1] == fact["text"].split()[-1]):
-                missed.append(query)
-    assert len(missed) < 0.01 * 2 * len(FACTS), missed
-    assert "3076" in index.search("ELEMENT 76: ATOMIC RADIUS", k=1)[0].text
 
 
 def test_edges_of_k_and_query():
@@ -53,10 +41,15 @@ def test_edges_of_k_and_query():
     assert len(index.search("one", k=10**9)) == 3
 
 
+SYNTAX = Index.of([Passage("a b"), Passage("NEAR OR AND NOT text source")])
+
+
 @given(st.text() | st.text(alphabet='ab "*^:(){}+-_\0\ud800'), st.integers(1, 3))
-def test_a_query_is_words_and_never_the_syntax_of_fts5(query, k):
-    index = Index.of([Passage("a b"), Passage("NEAR OR AND NOT text source")])
-    assert len(index.search(query, k)) <= k
+def test_a_query_is_words_whatever_it_is(query, k):
+    assert len(SYNTAX.search(query, k)) <= k
+
+
+def test_a_query_is_never_the_syntax_of_fts5():
     for syntax in (
         "x OR text",
         "x NEAR text",
@@ -65,8 +58,8 @@ def test_a_query_is_words_and_never_the_syntax_of_fts5(query, k):
         "text*",
         "(text",
     ):
-        assert [hit.text for hit in index.search(syntax)] == ["NEAR OR AND NOT text source"]
-    assert index.search("tex*") == index.search("NOT zebra") == []
+        assert [hit.text for hit in SYNTAX.search(syntax)] == ["NEAR OR AND NOT text source"]
+    assert SYNTAX.search("tex*") == SYNTAX.search("NOT zebra") == []
 
 
 def test_scores_are_those_of_bm25_of_the_words_and_their_pairs():
@@ -106,19 +99,6 @@ def test_a_search_that_takes_too_long_ends(monkeypatch):
         index.search("gold")
     monkeypatch.setattr(index_module, "TIMEOUT_S", 60.0)
     assert index.search("gold")
-
-
-def test_a_python_without_fts5_is_one_line(monkeypatch):
-    class Connection(sqlite3.Connection):
-        def execute(self, *arguments):
-            return iter([("json_each",)])
-
-    connect = sqlite3.connect
-    monkeypatch.setattr(
-        index_module.sqlite3, "connect", lambda *a, **more: connect(*a, factory=Connection, **more)
-    )
-    with pytest.raises(UserError, match="was built without FTS5; search needs it"):
-        Index.of([Passage("gold")])
 
 
 @pytest.fixture

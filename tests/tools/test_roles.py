@@ -85,16 +85,61 @@ def test_a_reply_of_any_length_is_read_in_linear_time(ask):
         assert time.monotonic() - start < 2.0, part
 
 
+def role_with(nano_tokenizer, *helpers):
+    """The role `search`, whose expert writes a query and whose helpers do as they are told."""
+    Scripted.text = "<query>atomic number of gold</query>"
+    expert = Scripted("e", Endpoint(""), "m", Price(0, 0), Spending())
+    evidence = Evidence("question?", tokenizer=nano_tokenizer)
+    return RoleTool("search", "d", {"e": expert}, list(helpers), evidence=evidence)
+
+
+class Raising(Recorder):
+    error = None
+
+    def call(self, arguments):
+        raise self.error
+
+
 @pytest.mark.parametrize("error", [RuntimeError("x"), KeyboardInterrupt(), CancelledError()])
 def test_whatever_a_helper_raises_the_expert_is_billed(nano_tokenizer, error):
-    class Raising(Recorder):
-        def call(self, arguments):
-            raise error
-
-    expert = Scripted("e", Endpoint(""), "m", Price(0, 0), Spending())
-    Scripted.text = "<query>atomic number of gold</query>"
-    evidence = Evidence("question?", tokenizer=nano_tokenizer)
-    role = RoleTool("search", "d", {"e": expert}, [Raising()], evidence=evidence)
+    helper = Raising()
+    helper.error = error
+    role = role_with(nano_tokenizer, helper)
     result = asyncio.run(in_thread(role.call, {"model": "e"}))
     assert result.error and type(error).__name__ in result.content
     assert result.cost_usd == Scripted.usd > 0
+
+
+DOWN = ToolResult("Error: down", 0.5, 1.0, error=True, infrastructure=True)
+EMPTY = ToolResult("nothing found", 0.5, 1.0)
+FOUND = ToolResult("found", 0.5, 1.0, findings={"documents": ["found"]})
+
+
+@pytest.mark.parametrize(
+    "said, asked, infrastructure, error",
+    [
+        ([DOWN, FOUND], 2, False, False),
+        ([FOUND, DOWN], 1, False, False),
+        ([EMPTY, FOUND, DOWN], 2, False, False),
+        ([DOWN, EMPTY], 2, True, False),
+        ([DOWN], 1, True, True),
+        ([EMPTY], 1, False, False),
+    ],
+)
+def test_searches_are_asked_until_one_finds_a_document_and_those_asked_are_billed(
+    nano_tokenizer, said, asked, infrastructure, error
+):
+    """A search that is down is forgiven where another one finds something."""
+
+    class Told(Recorder):
+        def call(self, arguments):
+            return self.result
+
+    helpers = []
+    for result in said:
+        helpers.append(Told())
+        helpers[-1].result = result
+    result = role_with(nano_tokenizer, *helpers).call({"model": "e"})
+    assert (result.infrastructure, result.error) == (infrastructure, error)
+    assert result.cost_usd == Scripted.usd + 0.5 * asked and result.latency_s == asked
+    assert [part["name"] for part in result.parts] == ["expert"] + ["helper"] * asked

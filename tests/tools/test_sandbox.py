@@ -17,23 +17,31 @@ from nanorchestra.agent.threads import in_thread
 from nanorchestra.errors import UserError
 from nanorchestra.tools import sandbox as sandbox_module
 from nanorchestra.tools.sandbox import Sandbox
-from tools import PythonTool
 
 
 @pytest.mark.parametrize(
-    "code, stdout",
+    "code, stdout, error",
     [
-        ("17*23", "391\n"),
-        ("x = 4\nprint(x)\nx**2", "4\n16\n"),
-        ("print(1)\nNone", "1\n"),
-        ("'é😀'", "'é😀'\n"),
-        ("from __future__ import annotations\nfrom math import comb\ncomb(10, 3)", "120\n"),
-        ("import sys; sys.exit()", ""),
+        ("17*23", "391\n", ""),
+        ("x = 4\nprint(x)\nx**2", "4\n16\n", ""),
+        ("print(1)\nNone", "1\n", ""),
+        ("'é😀'", "'é😀'\n", ""),
+        ("from __future__ import annotations\nfrom math import comb\ncomb(10, 3)", "120\n", ""),
+        ("import sys; sys.exit()", "", ""),
+        ("print(1)\n1/0", "1\n", "ZeroDivisionError: division by zero (line 2)"),
+        ("x = = 1", "", "SyntaxError: invalid syntax (line 1)"),
+        ("raise ValueError('a\\nb')", "", "ValueError: a b (line 1)"),
+        ("import sys; sys.exit('bad input')", "", "SystemExit: bad input (line 1)"),
+        ("import os; os.close(1); os.close(2); 1/0", "", "exit status 1"),
+        ("input()", "", "EOFError: EOF when reading a line (line 1)"),
+        ("import ctypes; ctypes.string_at(0)", "", "killed by SIGSEGV"),
     ],
 )
-def test_programs_run_and_a_last_expression_is_shown(sandbox, code, stdout):
+def test_a_program_shows_what_it_prints_its_last_expression_and_its_error(
+    sandbox, code, stdout, error
+):
     result = sandbox.run(code)
-    assert (result.stdout, result.error) == (stdout, "")
+    assert (result.stdout, result.error) == (stdout, error)
 
 
 @pytest.mark.parametrize(
@@ -58,26 +66,6 @@ def test_libraries_are_there_in_every_run_and_their_neighbours_are_not(
     listed = sandbox.run(f"import os, {library}\nos.listdir({library}.__path__[0] + '/..')")
     assert "PermissionError" in listed.error
     assert "MemoryError" in sandbox.run(f"import {library}\nx = bytearray(1 << 30)").error
-
-
-@pytest.mark.parametrize(
-    "code, error",
-    [
-        ("print('so far')\n1/0", "ZeroDivisionError: division by zero (line 2)"),
-        ("x = = 1", "SyntaxError: invalid syntax (line 1)"),
-        ("raise ValueError('a\\nb')", "ValueError: a b (line 1)"),
-        ("import sys; sys.exit('bad input')", "SystemExit: bad input"),
-        ("import os; os.close(1); os.close(2); 1/0", "exit status 1"),
-        ("input()", "EOFError"),
-        ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
-    ],
-)
-def test_failures_are_one_line_and_the_next_run_is_unharmed(sandbox, code, error):
-    result = sandbox.run(code)
-    assert error in result.error
-    assert "\n" not in result.error
-    assert result.stdout == ("so far\n" if "so far" in code else "")
-    assert sandbox.run("2+2").stdout == "4\n"
 
 
 @pytest.mark.parametrize(
@@ -276,19 +264,16 @@ def test_a_run_sees_nothing_of_the_one_before_and_repeats_itself(scratch):
         assert first.run(draw).stdout == first.run(draw).stdout == second.run(draw).stdout
 
 
-def test_a_killed_worker_is_reported_and_replaced_and_a_closed_sandbox_leaves_nothing():
+def test_a_closed_sandbox_leaves_no_process_and_no_file_open_and_can_be_used_again():
     one = Sandbox(workers=1)
     (worker,) = one._idle.queue
-    os.kill(worker.process.pid, signal.SIGKILL)
-    assert one.run("1+1").error == "the sandbox process died"
+    process, control, files = worker.process, worker.control, worker.files
+    one.close()
+    one.close()
+    assert process.returncode is not None and control.fileno() == -1
+    assert all(file.closed for file in files)
     assert one.run("1+1").stdout == "2\n"
-    process, descriptors = worker.process, [worker.control, *worker.files]
     one.close()
-    one.close()
-    assert process.returncode is not None
-    assert all(
-        each.fileno() == -1 if each is worker.control else each.closed for each in descriptors
-    )
 
 
 def test_a_stopped_worker_is_ended_and_replaced(monkeypatch):
@@ -304,18 +289,6 @@ def test_a_stopped_worker_is_ended_and_replaced(monkeypatch):
         assert process.returncode == -signal.SIGKILL
         monkeypatch.undo()
         assert one.run("1+1").stdout == "2\n"
-
-
-def test_a_worker_that_cannot_be_started_is_an_error_of_the_run(monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(24, "Too many open files")
-
-    with Sandbox(workers=1) as one:
-        one.close()
-        monkeypatch.setattr(subprocess, "Popen", refuse)
-        assert "Too many open files" in one.run("1").error
-        monkeypatch.undo()
-        assert one.run("1").stdout == "1\n"
 
 
 @pytest.mark.parametrize("killed", ["owner", "owner and worker"])
@@ -426,34 +399,6 @@ def test_a_process_has_as_many_workers_as_its_share_of_the_cores(monkeypatch):
         assert three._idle.qsize() == 3
         started = [worker for worker in three._idle.queue if worker.process]
         assert len(started) == 1, "a worker is started when it is first needed"
-
-
-def test_a_run_waits_for_a_worker_only_so_long_and_says_how_long(monkeypatch):
-    """It waited without a bound, and without a trace in its seconds."""
-    monkeypatch.setattr(sandbox_module, "WAIT_S", 0.3)
-    with Sandbox(workers=1) as one:
-        python = PythonTool("python", "d", one, usd_per_call=1.0, usd_per_second=1.0)
-        busy = threading.Thread(target=one.run, args=("import time; time.sleep(0.6)",))
-        busy.start()
-        time.sleep(0.1)
-        refused = python.call({"code": "1+1"})
-        assert "no worker of the sandbox was free within 0.3 s" in refused.content
-        assert refused.infrastructure and refused.latency_s == 0.3 and refused.cost_usd == 0.0
-        monkeypatch.setattr(sandbox_module, "WAIT_S", 10.0)
-        waited = python.call({"code": "1+1"})
-        assert waited.content == "2" and 0.1 <= waited.latency_s < 5
-        assert 1.0 < waited.cost_usd < 1.0 + waited.latency_s / 2, "a wait is not billed"
-        virtual = PythonTool("python", "d", one, latency_s=7.0).call({"code": "1+1"})
-        assert virtual.latency_s == 7.0
-        busy.join()
-        monkeypatch.setattr(sandbox_module, "WAIT_S", 0.3)
-        busy = threading.Thread(target=one.run, args=("import time; time.sleep(1)",))
-        busy.start()
-        time.sleep(0.1)
-        start = time.monotonic()
-        one.close()
-        assert 0.25 < time.monotonic() - start < 0.8, "it leaves a run that does not end"
-        busy.join()
 
 
 def test_a_run_whose_call_is_cancelled_ends_at_once(sandbox):
