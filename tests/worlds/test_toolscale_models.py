@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from openai_server import openai_server, said
+from openai_server import openai_server, said, told
 
 import data_gen
 from data_gen import main
@@ -85,13 +86,22 @@ def test_a_model_writes_a_domain_that_is_tried_part_by_part(server, capsys):
         "wishes": PARTS["wishes"].replace("dish.price, ", "dish.cost, "),
     }
 
+    streamed = []
+
     def answer(body):
-        part = part_of(body)
-        return written(wrong.pop(part, PARTS[part]))
+        """Sends no more of a reply until its beginning is printed."""
+        part, before = part_of(body), sys.stdout.getvalue().count("Here it is.")
+        events = told(written(wrong.pop(part, PARTS[part])))
+        yield from itertools.islice(events, 5)  # "Here it is."
+        deadline = time.monotonic() + 20
+        while sys.stdout.getvalue().count("Here it is.") == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        streamed.append(sys.stdout.getvalue().count("Here it is.") > before)
+        yield from events
 
     server.answer = answer
     assert draft(server) == 0
-    assert not wrong and len(server.bodies) == 6
+    assert not wrong and len(server.bodies) == 6 and streamed == [True] * 6
     printed = capsys.readouterr().out
     source = Path("library.py").read_text()
     for text in PARTS.values():
@@ -113,6 +123,7 @@ def test_a_model_writes_a_domain_that_is_tried_part_by_part(server, capsys):
     Path("library.py").unlink()
     assert draft(server) == 0 and Path("library.py").read_text() == source
     assert len(server.bodies) == before, "what was replied is not asked for again"
+    assert PARTS["wishes"] in capsys.readouterr().out
 
 
 def test_a_part_that_stays_wrong_ends_in_one_line_and_the_rest_is_kept(server, capsys):

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_text
+from nanorchestra.records import ToolResult
 from nanorchestra.tools.models import Expert
 from nanorchestra.tools.sandbox import Sandbox
 from worlds.toolscale.domain import Domain, of_module
@@ -93,7 +94,7 @@ def draft(
 ) -> tuple[str, str]:
     """Returns the file as far as it is written, and what is wrong with it, "" if it is whole.
 
-    `tell` gets what is written, part by part, and what is wrong with a part that is written again.
+    `tell` gets what the model writes as it comes, and what is wrong with a part.
     """
     example = read_text(restaurant.__file__).replace("HELD_OUT = True\n", "")
     title = re.sub(r'["\\\s]+', " ", description).strip()
@@ -104,7 +105,8 @@ def draft(
             example=example, description=title, written=written, part=part, content=content
         )
         for number in range(1, MOST_TRIES + 1):
-            result = expert.ask(asked, "the model")
+            tell(f"\n\n# {part}\n\n")
+            result = _asked(expert, asked, tell)
             if result.error:
                 return written, f"{part}: {result.content.removeprefix('Error: ')}"
             answer = _code(result.content)
@@ -114,11 +116,28 @@ def draft(
                 break
             if number == MOST_TRIES:
                 return written + added, f"{part}, written {number} times: {problem}"
-            tell(f"\n# {part}: {problem}\n")
+            tell(f"\n\n# That cannot be used: {problem}")
             asked += AGAIN.format(answer=answer, problem=problem)
-        tell(added)
         written += added
     return written, ""
+
+
+def _asked(expert, text, tell) -> ToolResult:
+    """Returns the model's reply. `tell` gets its reasoning and its words as they come.
+
+    A recorded reply comes at once.
+    """
+    came = []
+
+    def on_part(part):
+        words = (part.get(name) for name in ("reasoning", "reasoning_content", "content"))
+        came.append("".join(filter(None, words)))
+        tell(came[-1])
+
+    result = expert.ask(text, "the model", on_part)
+    if not any(came) and not result.error:
+        tell(result.content)
+    return result
 
 
 def _code(text) -> str:
