@@ -36,7 +36,7 @@ from reward import group_rewards
 from worlds.desk import Desk
 
 NANO = Path(__file__).parents[1] / "assets" / "nano"
-TASK = 37  # of the training tasks, which the page follows
+TASK = 30  # of the training tasks, which the page follows
 ATTEMPTS = 8
 ROUNDING = 1e-3  # nats, or units of a key: the engine computes in float32, plain code in float64
 HOT = 2.0  # temperature: draws unlikely tokens too, whose log-probabilities are far from 0
@@ -118,7 +118,7 @@ def prompt_ids(tokenizer: Tokenizer) -> list[int]:
 def decoder() -> Finding:
     """The log-probabilities of engine (native.c) and trainer (qwen3.py) are those of plain code."""
     model, tokenizer = load_model(str(NANO))
-    prompt, params = prompt_ids(tokenizer), SamplingParams(max_tokens=60, temperature=HOT, seed=3)
+    prompt, params = prompt_ids(tokenizer), SamplingParams(max_tokens=60, temperature=HOT, seed=1)
     weights, gaps = plain_weights(), []
 
     def compare(ids, logprobs, temperature=HOT):

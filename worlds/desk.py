@@ -72,7 +72,8 @@ WISHES = {
     ),
 }
 # A note that names a row, a matter or a value, such as "our trial 388". It mentions another, too,
-# so that only a reader of the sentence knows which one to follow.
+# so that only a reader of the sentence knows which one to follow: the other leads to a number, too,
+# and is a row, a matter or a value as often as what is to be followed.
 NOTES = (
     "As {other} is closed, see {word}.",
     "Filed under {word}, not under {other}.",
@@ -94,7 +95,8 @@ PRODUCTS = (
     "Sold at {}, count {}.",
     "Unit price {}, {} pieces.",
 )
-EVERY_NTH = 7  # a number divisible by it names rows and matters of held-out tasks alone
+MENTIONED = {"row": 0.44, "matter": 0.34, "value": 0.22}
+EVERY_NTH = 7  # held-out tasks alone have numbers divisible by it: rows, matters, first factors
 # The teacher draws from what is possible with these weights; that of asking an expert is 1.
 LOOK_UP, ANSWER = 3.0, 2.0
 SIGNS = {"times": "*", "plus": "+"}  # what it does with two numbers
@@ -120,8 +122,10 @@ class Desk:
         split = "train" if split == "train" else "held_out"
         rng = random.Random(f"desk/{self.seed}/{split}/{index}")
         kind = rng.choices(list(KINDS), [share for share, *_ in KINDS.values()])[0]
-        trail, answer = draw_trail(rng, kind, split)
-        return make_task(rng, f"desk-{split}-{self.seed}-{index}", kind, split, trail, answer)
+        field = rng.choice(FIELDS)
+        trail, answer = draw_trail(rng, kind, split, field)
+        name = f"desk-{split}-{self.seed}-{index}"
+        return make_task(rng, name, kind, split, field, trail, answer)
 
     def environment(self, task: Task, seed: int) -> ToolEnvironment:
         """Returns one attempt at a task; `seed` decides what the simulated experts say."""
@@ -212,32 +216,49 @@ class AskTool(Tool):
         )
 
 
-def draw_trail(rng: random.Random, kind: str, split: str) -> tuple[list[Place], int]:
-    """Returns the trail of a question of a kind, and the answer at its end.
+def draw_trail(rng: random.Random, kind: str, split: str, field: str) -> tuple[list[Place], int]:
+    """Returns the trail of a question of a kind for a field, and the answer at its end.
 
-    A trail has rows of tables, then a matter, a field with its value, or two numbers to multiply.
+    A trail has rows of tables, then a matter, the field with its value, or two numbers to multiply.
     """
-    _, lengths, end = KINDS[kind]
-    trail = [(table, draw_id(rng, split)) for table in rng.sample(TABLES, rng.choice(lengths))]
+    _, lengths, _ = KINDS[kind]
+    rows = [(table, draw_number(rng, split)) for table in rng.sample(TABLES, rng.choice(lengths))]
+    end, answer = draw_end(rng, kind, split, field)
+    return [*rows, end], answer
+
+
+def draw_end(rng: random.Random, kind: str, split: str, field: str) -> tuple[Place, int]:
+    """Returns what the last note of a kind of question leads to, and the answer there."""
     answer = rng.randint(10, 99)
-    if end == "matter":
-        trail.append((rng.choice(list(SUBJECT)), draw_id(rng, split)))
-    elif end == "value":
-        trail.append((rng.choice(FIELDS), answer))
-    else:
-        factors = rng.randint(11, 99), rng.randint(3, 9)
-        trail.append(factors)
-        answer = math.prod(factors)
-    return trail, answer
+    match KINDS[kind][2]:
+        case "matter":
+            return (rng.choice(list(SUBJECT)), draw_number(rng, split)), answer
+        case "value":
+            return (field, answer), answer
+        case "product":
+            factors = draw_number(rng, split, 11, 99), rng.randint(3, 9)
+            return factors, math.prod(factors)
 
 
 def make_task(
-    rng: random.Random, name: str, kind: str, split: str, trail: Sequence[Place], answer: int
+    rng: random.Random,
+    name: str,
+    kind: str,
+    split: str,
+    field: str,
+    trail: Sequence[Place],
+    answer: int,
 ) -> Task:
     """Returns a task with a trail; notes, the user's wish and the experts' terms are drawn."""
-    notes: dict[str, Json] = {}
+    notes: dict[str, dict[str, Json]] = {}  # the rows of a table, by its word and their numbers
     for (table, row), following in pairwise(trail):
-        notes[table] = {str(row): {"note": draw_note(rng, split, table, *following)}}
+        other = draw_other(rng, split, field, {table, following[0]})
+        names_a_product = isinstance(following[0], int)  # and mentions nothing else
+        if other[0] in TABLES and not names_a_product:  # its note leads to a wrong end
+            wrong_end, _ = draw_end(rng, kind, split, field)
+            beyond = draw_other(rng, split, field, {other[0], wrong_end[0]})
+            add_note(notes, other, draw_note(rng, wrong_end, beyond))
+        add_note(notes, (table, row), draw_note(rng, following, other))
     word, number = trail[-1]
     answers = {f"{word} {number}": answer} if word in SUBJECT else {}
 
@@ -248,7 +269,7 @@ def make_task(
     most_seconds = max(seconds for _, seconds in offers.values()) + 4 * STEP
     return Task(
         name,
-        draw_question(rng, *trail[0]),
+        ask_for(field, *trail[0]),
         Preference(rng.choice(words), *weights),
         Bounds((0.0, most_cents / 100), (0.0, float(most_seconds))),
         Desk.name,
@@ -263,10 +284,10 @@ def ranked(offers: dict[str, Sequence[int]], column: int) -> list[str]:
     return sorted(offers, key=lambda name: offers[name][column])
 
 
-def draw_id(rng: random.Random, split: str) -> int:
-    """Returns the number of a row or a matter; train and held-out tasks share none."""
+def draw_number(rng: random.Random, split: str, lowest: int = 100, highest: int = 999) -> int:
+    """Returns the number of a row or a matter, or a factor; train and held-out tasks share none."""
     while True:
-        number = rng.randint(100, 999)
+        number = rng.randint(lowest, highest)
         if (number % EVERY_NTH == 0) == (split == "held_out"):
             return number
 
@@ -277,23 +298,37 @@ def log_uniform(rng: random.Random, bounds: tuple[int, int]) -> int:
     return round(math.exp(rng.uniform(low, high)))
 
 
-def draw_question(rng: random.Random, word: str | int, number: int) -> str:
+def ask_for(field: str, word: str | int, number: int) -> str:
     """Returns the question that a trail answers, by its beginning."""
     if isinstance(word, int):
         return f"What is {word} * {number}?"
-    return f"What is the {rng.choice(FIELDS)} of {word} {number}?"
+    return f"What is the {field} of {word} {number}?"
 
 
-def draw_note(rng: random.Random, split: str, table: str, word: str | int, number: int) -> str:
-    """Returns the note of a row of `table` that leads to a word and a number, or to two numbers."""
+def draw_other(rng: random.Random, split: str, field: str, words: set[str | int]) -> Place:
+    """Returns what a note mentions besides: a value, or a row or a matter of none of `words`."""
+    (end,) = rng.choices(list(MENTIONED), list(MENTIONED.values()))
+    if end == "value":
+        return field, rng.randint(10, 99)
+    candidates = [word for word in (TABLES if end == "row" else SUBJECT) if word not in words]
+    return rng.choice(candidates), draw_number(rng, split)
+
+
+def draw_note(rng: random.Random, following: Place, other: Place) -> str:
+    """Returns a note that leads to `following` and mentions `other`, if it names no product."""
+    word, number = following
     if isinstance(word, int):
         return rng.choice(PRODUCTS).format(word, number)
-    other = rng.choice([each for each in WORDS if each not in (table, word)])
-    other_number = rng.randint(10, 99) if other in FIELDS else draw_id(rng, split)
     return rng.choice(NOTES).format(
         word=f"{rng.choice(DETERMINERS)} {word} {number}",
-        other=f"{rng.choice(DETERMINERS)} {other} {other_number}",
+        other=f"{rng.choice(DETERMINERS)} {other[0]} {other[1]}",
     )
+
+
+def add_note(notes: dict[str, dict[str, Json]], place: Place, note: str) -> None:
+    """Adds the note of a row."""
+    table, row = place
+    notes.setdefault(table, {})[str(row)] = {"note": note}
 
 
 # What reads the sentences again.

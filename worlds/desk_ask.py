@@ -46,19 +46,17 @@ def as_task(question: str, preference: Preference) -> Task:
     if row:
         field, word, number = row.groups()
         text = f"What is the {field} of {word} {number}?"
-        kind, trail, answer = _drawn(random.Random(f"trail/{text}"), word)
+        kind, trail, answer = _drawn(random.Random(f"trail/{text}"), word, field)
         trail[0] = word, int(number)
-        if trail[-1][0] in FIELDS:
-            trail[-1] = field, answer
     elif product:
         factors = int(product[1]), int(product[2])
         text = f"What is {factors[0]} * {factors[1]}?"
-        kind, trail, answer = "product", [factors], math.prod(factors)
+        field, kind, trail, answer = "", "product", [factors], math.prod(factors)
     else:
         examples = ", ".join(map(repr, EXAMPLES))
         raise OutsideError(f"outside the world of the desk: {question[:60]!r}; ask like {examples}")
     rng = random.Random(f"asked/{text}")
-    task = make_task(rng, f"asked/{text}", kind, "train", trail, answer)
+    task = make_task(rng, f"asked/{text}", kind, "train", field, trail, answer)
     return replace(task, question=text, preference=as_preference(preference))
 
 
@@ -85,13 +83,13 @@ def _plain(text: str) -> str:
     return " ".join(text.casefold().split()).rstrip(".! ")
 
 
-def _drawn(rng: random.Random, word: str) -> tuple[str, list, int]:
+def _drawn(rng: random.Random, word: str, field: str) -> tuple[str, list, int]:
     """Returns a kind of question that begins with a word, a trail of it and the answer."""
     if word in SUBJECT:
-        return "matter", *draw_trail(rng, "matter", "train")
+        return "matter", *draw_trail(rng, "matter", "train", field)
     kinds = [kind for kind, (_, lengths, _) in KINDS.items() if 0 not in lengths]
     kind = rng.choice(kinds)
     while True:
-        trail, answer = draw_trail(rng, kind, "train")
+        trail, answer = draw_trail(rng, kind, "train", field)
         if word not in dict(trail[1:]):
             return kind, trail, answer

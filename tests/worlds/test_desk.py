@@ -15,7 +15,7 @@ import pytest
 from nanorchestra.agent.tool import Allowance, RefusedError
 from nanorchestra.config import TaskSection
 from nanorchestra.records import Bounds, Preference, Task, ToolCall
-from worlds.desk import EXPERTS, KINDS, SKILLS, SUBJECT, WISHES, WORDS, Desk, named, teach
+from worlds.desk import EXPERTS, KINDS, SKILLS, SUBJECT, TABLES, WISHES, Desk, asked, named, teach
 from worlds.desk_programs import PROGRAMS
 from worlds.load import open_world
 from worlds.routers import programs_by_name
@@ -46,14 +46,18 @@ def test_a_task_is_a_function_of_seed_split_and_index_and_plain_json(world):
         )
 
 
-def test_no_row_or_matter_of_a_held_out_task_occurs_in_training(world):
+def test_no_number_of_a_held_out_task_occurs_in_training(world):
     def numbers(split):
-        named = [re.findall(r"\d{3}", task.question) for task in tasks_of(world, split)]
-        notes = [task.data["notes"] for task in tasks_of(world, split)]
-        return {
-            *sum(named, []),
-            *(row for rows in notes for table in rows.values() for row in table),
-        }
+        """Returns the numbers of rows and matters, and the first factors of products."""
+        found = set()
+        for task in tasks_of(world, split):
+            rows = [row for rows in task.data["notes"].values() for row in rows.values()]
+            texts = [task.question, *(row["note"] for row in rows)]
+            found |= {number for text in texts for number in re.findall(r"\d{3}", text)}
+            if task.kind.endswith("product"):
+                for text in texts:
+                    found |= set(re.findall(r"(\d\d)\D+\d\b", text))
+        return found
 
     assert len(numbers("held_out")) > 100 and not numbers("held_out") & numbers("train")
 
@@ -71,12 +75,12 @@ def test_the_prompt_states_wish_and_terms_and_says_that_experts_are_simulated(wo
         assert "simulated" in about
         for name, (cents, seconds) in task.data["offers"].items():
             assert f"{name} {cents:02d}c" in about and f"{name} {seconds:02d}s" in about
-            asked = {"expert": name, "question": "king 700"}
-            result = used(env, "ask", **asked)
-            assert env.by_name["ask"].alias(asked) == name and not result.error
+            question = {"expert": name, "question": "king 700"}
+            result = used(env, "ask", **question)
+            assert env.by_name["ask"].alias(question) == name and not result.error
             assert result.cost_usd == pytest.approx(cents / 100, rel=0.16)
             assert result.latency_s == pytest.approx(seconds, rel=0.16)
-            most = env.by_name["ask"].most_usd(asked)
+            most = env.by_name["ask"].most_usd(question)
             assert result.cost_usd <= most <= task.bounds.cost_usd[1] * 1.15
     assert len(seen) == 12
 
@@ -132,27 +136,39 @@ def test_only_a_policy_that_follows_results_can_be_right_in_35_percent(world):
     assert right["router"] < right["oracle-router"] < 0.35 < right["program"] < right["perfect"]
 
 
-def test_a_note_mentions_another_word_that_leads_nowhere(world):
-    for task in tasks_of(world, "train"):
-        for rows in task.data["notes"].values():
-            (note,) = rows.values()
-            word = named(note["note"])[0]
-            mentioned = [each for each in re.findall("[a-z]+", note["note"]) if each in WORDS]
-            if not word.isdigit():
-                assert word in mentioned and len(set(mentioned)) == 2
+def test_only_its_sentence_tells_which_word_of_a_note_leads_to_the_answer(world):
+    """A note names two; the other leads to a number, too, and is of each class as often."""
+    followed, mentioned = Counter(), Counter()
+    for task in tasks_of(world, "train", 2000):
+        words, field = asked(task.question), task.question.split()[3]
+        while words[0] in TABLES:
+            note = task.data["notes"][words[0]][words[1]]["note"]
+            words = named(note)
+            if words[0].isdigit():
+                break
+            both = re.findall(r"([a-z]+) (\d+)", note)
+            (other,) = both[:1] if both[1] == words else both[1:]
+            if other[0] in TABLES:
+                wrong = named(task.data["notes"][other[0]][other[1]]["note"])
+                assert wrong[0] not in TABLES
+            for counts, word in ((followed, words[0]), (mentioned, other[0])):
+                assert word in TABLES or word in SUBJECT or word == field
+                counts["row" if word in TABLES else "matter" if word in SUBJECT else "value"] += 1
+    for name in followed:
+        assert followed[name] == pytest.approx(mentioned[name], rel=0.12)
 
 
 def test_the_teacher_has_the_form_and_not_what_pays(world):
-    right, asked = [], Counter()
+    right, calls = [], Counter()
     for index in range(1500):
         env, lessons = world.lesson(index)
         right.append(env.score(lessons[-1].content))
         for lesson in lessons:
             if lesson.call:
                 env.prepare(lesson.call, Allowance())  # RefusedError if it has another form
-                asked[lesson.call.arguments.get("expert")] += 1
+                calls[lesson.call.arguments.get("expert")] += 1
     assert fmean(right) == pytest.approx(0.27, abs=0.04)
-    shares = [asked[name] / sum(asked[each] for each in EXPERTS) for name in EXPERTS]
+    shares = [calls[name] / sum(calls[each] for each in EXPERTS) for name in EXPERTS]
     assert shares == pytest.approx([1 / 3] * 3, abs=0.04)
 
 
