@@ -493,6 +493,7 @@ def test_one_of_two_ranks_is_killed_or_asked_to_stop_and_the_run_goes_on(tmp_pat
 
     run = tmp_path / "nano"
     command = [*SMALL, "--run.root", tmp_path, "--grpo.optimizer", "muon", "--grpo.kl_coef", 0.1]
+    command += ["--rollout.turns", 6]  # enough for a right answer
     process = start(*command, "--warm_start.steps", 0, "--grpo.steps", 9, ranks=2, restarts=1)
     wait_for(process, run, "grpo", 2)
     os.kill(child(process, 1), signal.SIGKILL)  # torchrun starts the same command again

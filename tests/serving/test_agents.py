@@ -20,7 +20,7 @@ import train
 from nanorchestra.config import RolloutSection
 from nanorchestra.errors import UserError
 from nanorchestra.formats.rollout import load_rollout
-from nanorchestra.model.checkpoint import NANO
+from nanorchestra.model.checkpoint import NANO_BASE
 from nanorchestra.serving.agents import AgentFunction, load_agent, played_by
 from nanorchestra.training.grpo import as_group, gave_answer
 from nanorchestra.training.trajectories import from_row, to_row
@@ -36,9 +36,9 @@ CLIENT = openai.OpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=
 @pytest.fixture(scope="module")
 def ours():
     return load_rollout(
-        NANO,
+        NANO_BASE,
         RolloutSection(turns=10, turn_tokens=512, context_tokens=2048),
-        {"temperature": 0.5},  # a malformed call is text to OpenAI's client
+        {"temperature": 1.0},
         COUNT,
     )
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -306,18 +307,23 @@ def test_a_solver_drops_what_it_never_solves(server, plain, capsys):
 
 
 class Solver:
-    """Knows the golden calls of every second task, and makes them in attempts of even seeds."""
+    """Knows the golden calls of every second task, and makes them in every second attempt."""
 
     def __init__(self, tasks):
         self.turns = {}
+        self.begun = defaultdict(itertools.count)  # attempts at each task
         for number, task in enumerate(tasks):
             self.turns[opening(task)] = number, task["evaluation_criteria"]
 
     def __call__(self, body):
         messages = body["messages"]
         number, criteria = self.turns[messages[1]["content"]]
-        if number % 2 == 0 or body["seed"] % 2:
-            return said("I am sorry, that cannot be done.")
+        refusal = "I am sorry, that cannot be done."
+        refused = any(message.get("content") == refusal for message in messages)
+        if not any(message["role"] == "assistant" for message in messages):
+            refused = next(self.begun[number]) % 2 == 0
+        if number % 2 == 0 or refused:
+            return said(refusal)
         made = sum(len(message.get("tool_calls") or ()) for message in messages)
         if made == len(criteria["actions"]):
             return said(f"This is done. {', '.join(criteria['communicate_info'])}")
