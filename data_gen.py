@@ -105,6 +105,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         not options.user or options.solver, "--user plays the users of --solver, which is missing"
     )
     require(not options.wish or options.show, "--wish is of --show N, which is missing")
+    asked = [f"--{name}" for name in MODELS if getattr(options, name)]
+    require(
+        not options.wish or not asked, f"--wish shows plain tasks; leave out {', '.join(asked)}"
+    )
     require(not options.domain or options.endpoint, "--domain needs the --endpoint that writes it")
     require(
         options.out or options.show or options.domain,

@@ -192,6 +192,7 @@ def test_a_run_that_is_there_is_resumed_by_its_name_or_told_by_two_commands(
         chosen = program.choose_run(program.parse(words), words)
         assert chosen[1:] == (Path("runs/nano"), True)
     RunFolder.create("runs/nano-2", "")
+    assert not program.choose_run(program.parse(["--plan"]), ["--plan"])[2], "it makes no run"
     for ranks, begin in (("", "python train.py"), ("2", "torchrun --nproc-per-node 2 train.py")):
         if ranks:
             monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)

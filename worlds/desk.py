@@ -250,15 +250,19 @@ def make_task(
     answer: int,
 ) -> Task:
     """Returns a task with a trail; notes, the user's wish and the experts' terms are drawn."""
-    notes: dict[str, dict[str, Json]] = {}  # the rows of a table, by its word and their numbers
+    on_trail: dict[Place, str] = {}  # the notes of rows
+    mentioned: dict[Place, str] = {}
     for (table, row), following in pairwise(trail):
         other = draw_other(rng, split, field, {table, following[0]})
         names_a_product = isinstance(following[0], int)  # and mentions nothing else
         if other[0] in TABLES and not names_a_product:  # its note leads to a wrong end
             wrong_end, _ = draw_end(rng, kind, split, field)
             beyond = draw_other(rng, split, field, {other[0], wrong_end[0]})
-            add_note(notes, other, draw_note(rng, wrong_end, beyond))
-        add_note(notes, (table, row), draw_note(rng, following, other))
+            mentioned[other] = draw_note(rng, wrong_end, beyond)
+        on_trail[table, row] = draw_note(rng, following, other)
+    notes: dict[str, dict[str, Json]] = {}  # the rows of a table, by its word and their numbers
+    for (table, row), note in (mentioned | on_trail).items():
+        notes.setdefault(table, {})[str(row)] = {"note": note}
     word, number = trail[-1]
     answers = {f"{word} {number}": answer} if word in SUBJECT else {}
 
@@ -323,12 +327,6 @@ def draw_note(rng: random.Random, following: Place, other: Place) -> str:
         word=f"{rng.choice(DETERMINERS)} {word} {number}",
         other=f"{rng.choice(DETERMINERS)} {other[0]} {other[1]}",
     )
-
-
-def add_note(notes: dict[str, dict[str, Json]], place: Place, note: str) -> None:
-    """Adds the note of a row."""
-    table, row = place
-    notes.setdefault(table, {})[str(row)] = {"note": note}
 
 
 # What reads the sentences again.

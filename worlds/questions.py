@@ -368,20 +368,24 @@ def table_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
     UserError.
     """
-    if file.suffix in (".csv", ".tsv"):
+    form = file.suffix.lower()
+    if form in (".csv", ".tsv"):
         csv.field_size_limit(sys.maxsize)  # an image is a long text
         lines = io.StringIO(read_text(file).removeprefix("\ufeff"), newline="")
-        rows = csv.DictReader(lines, delimiter="\t" if file.suffix == ".tsv" else ",")
+        rows = csv.DictReader(lines, delimiter="\t" if form == ".tsv" else ",")
         for row in rows:
             yield rows.line_num, {name: text for name, text in row.items() if name}
-    elif file.suffix == ".parquet":
+    elif form == ".parquet":
         right = f"{file}: Parquet needs the package pyarrow: pip install pyarrow"
         require(find_spec("pyarrow"), right)
         from pyarrow.parquet import ParquetFile
 
-        with ParquetFile(file) as batches:
-            rows = chain.from_iterable(batch.to_pylist() for batch in batches.iter_batches())
-            yield from enumerate(rows, 1)
+        try:
+            with ParquetFile(file) as batches:
+                rows = chain.from_iterable(batch.to_pylist() for batch in batches.iter_batches())
+                yield from enumerate(rows, 1)
+        except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+            raise UserError(f"{file}: cannot be read as Parquet ({error})") from None
     else:
         yield from read_json_lines(file)
 
@@ -406,7 +410,7 @@ def _row(value, file, number):
     where, known = f"{file}, line {number}", {}
     require(isinstance(value, dict), f"{where}: it must be an object of question and answer")
     for name, field in value.items():
-        if field not in (None, "", {}):
+        if field not in (None, "", {}) and field == field:  # NaN: pandas' missing value
             known.setdefault(NAMES.get(name.lower(), name.lower()), field)
     require("image" not in known, f"{where}: the question has an image, which no tool can see")
     used = {name: field for name, field in known.items() if name in RowForm.__annotations__}

@@ -7,6 +7,7 @@ import asyncio
 import contextvars
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -36,17 +37,13 @@ def in_daemons(call: Callable[[S], T], items: Iterable[S], most: int) -> Iterato
 
     If the results are no longer asked for, as after Ctrl-C, no further call begins.
     """
-    places, ended = threading.Semaphore(most), threading.Event()
-
-    def work(item):
-        with places:
-            return None if ended.is_set() else call(item)
-
-    try:
-        for future in [in_daemon(partial(work, item)) for item in items]:
-            yield future.result()
-    finally:
-        ended.set()
+    begun: deque[Future[T]] = deque()
+    for item in items:
+        if len(begun) == most:
+            yield begun.popleft().result()
+        begun.append(in_daemon(partial(call, item)))
+    while begun:
+        yield begun.popleft().result()
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:

@@ -49,7 +49,8 @@ def data_file(repo: str, file: str) -> Path:
 
 def names_model(word: str) -> bool:
     """Returns whether a word is a path that exists, or has the form of a hub id."""
-    return bool(word) and (os.path.lexists(word) or _HUB_ID.fullmatch(word) is not None)
+    hub_id = _HUB_ID.fullmatch(word.rstrip("/"))
+    return bool(word) and (os.path.lexists(word) or hub_id is not None)
 
 
 def pinned(word: str) -> str:

@@ -93,11 +93,21 @@ class ChatEvent(TypedDict, total=False):
     choices: list[PartOfChoice] | None
 
 
+def _is_whole(arguments: Any) -> bool:
+    """Returns whether the arguments of a call are an object, or the whole text of one."""
+    if not isinstance(arguments, str):
+        return True
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
+
+
 @dataclass
 class StreamedChat:
     """Joins the events of a chat completion, and tells of its message as it comes.
 
-    A call is told once it is whole: when the next one begins, or at the end.
+    A call is told once it is whole: when another one begins, or at the end.
     """
 
     on_part: OnPart
@@ -108,7 +118,9 @@ class StreamedChat:
         self._finish_reason: str | None = None
         self._texts: dict[str, list[str]] = {name: [] for name in TEXTS}  # of the message
         self._calls: list[Json] = []
-        self._of_call: Json = {}  # index and id of the last call
+        self._ids: list[str] = []  # of the calls
+        self._places: dict[int | None, int] = {}  # of the calls, by the index that was stated last
+        self._told: set[int] = set()
         self._reply: Json = {}  # what the reply has beside its choice
 
     @property
@@ -135,7 +147,7 @@ class StreamedChat:
 
     def whole(self) -> Json:
         """Returns the completion as it would have come without events."""
-        self._tell_call()
+        self._tell_calls(last=True)
         choice = {"message": self._message(), "finish_reason": self._finish_reason}
         return self._reply | {"choices": [choice]}
 
@@ -147,28 +159,41 @@ class StreamedChat:
         return message
 
     def _add_call(self, part):
-        """Begins a call, or goes on with the arguments of the last one.
+        """Begins a call, or goes on with the arguments of one.
 
-        A call begins with another index or id than the last one's, or with a name if a server
-        states neither.
+        A part belongs to the call of its index, without one to the last call. There it begins
+        another call only by a name, beside another id or after whole arguments: some servers number
+        all calls 0, give each part an id, or repeat the name.
         """
-        function = part.get("function") or {}
-        stated = {name: part[name] for name in ("index", "id") if part.get(name) not in (None, "")}
-        others = any(self._of_call.get(name, value) != value for name, value in stated.items())
-        if not self._calls or others or (not stated and function.get("name")):
-            self._tell_call()
-            self._of_call = {}
-            self._calls.append({"name": function.get("name") or "", "arguments": ""})
-        self._of_call |= stated
-        arguments = function.get("arguments") or ""
-        if isinstance(arguments, str):
-            arguments = self._calls[-1]["arguments"] + arguments
-        self._calls[-1]["arguments"] = arguments
+        function, index = part.get("function") or {}, part.get("index")
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        stated = part.get("id") or ""
+        place = self._places.get(index) if index is not None else len(self._calls) - 1
+        begins = place is None or place < 0
+        if not begins and name:
+            known = self._ids[place]
+            other = bool(stated and known and stated != known)
+            nameless = index is None and not stated
+            whole = bool(arguments) and _is_whole(self._calls[place]["arguments"])
+            begins = other or nameless or whole
+        if begins:
+            self._tell_calls()
+            place = len(self._calls)
+            self._calls.append({"name": name, "arguments": ""})
+            self._ids.append(stated)
+            self._places[index] = place
+        call = self._calls[place]
+        if isinstance(arguments, str) and isinstance(call["arguments"], str):
+            call["arguments"] += arguments
+        elif arguments:
+            call["arguments"] = arguments
 
-    def _tell_call(self):
-        """Tells the last call, which is whole."""
-        if self._calls:
-            self.on_part({"tool_calls": [{"function": self._calls[-1]}]})
+    def _tell_calls(self, last=False):
+        """Tells the calls that are whole, at the `last` time all that were not told."""
+        for place, call in enumerate(self._calls):
+            if place not in self._told and (last or _is_whole(call["arguments"])):
+                self._told.add(place)
+                self.on_part({"tool_calls": [{"function": call}]})
 
 
 @dataclass(frozen=True)

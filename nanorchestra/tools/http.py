@@ -255,6 +255,11 @@ def _exchange(url, content, headers, end, form, secrets, events) -> Any:
                     if streams and b"\n" in chunk:
                         *lines, data = data.split(b"\n")
                         ended = _add(lines, events, secrets)
+                if streams and not ended:  # the last line may have no end
+                    try:
+                        ended = _add([data], events, secrets)
+                    except RequestError:
+                        problem = "the reply breaks off"
     except (OSError, HTTPError, ValueError) as error:  # what requests raises is an OSError
         if not status:
             again = isinstance(error, NoConnection)
@@ -267,7 +272,9 @@ def _exchange(url, content, headers, end, form, secrets, events) -> Any:
         raise _refusal(reply, text)
     if count > most:
         problem = f"the reply has more than {most >> 20} MiB"
-    if streams and not (problem or ended or events.ended):
+    if streams and (ended or events.ended):  # whatever came after it
+        problem = ""
+    elif streams and not problem:
         problem = "the reply breaks off"
     if streams:
         text = events.text if problem else json.dumps(events.whole())
@@ -280,7 +287,7 @@ def _add(lines, events, secrets) -> bool:
     """Gives `events` those in lines of a reply; returns whether one is the last. RequestError."""
     for line in lines:
         data = line.removeprefix(EVENT).strip()
-        if not line.startswith(EVENT):  # an empty line, a comment, or the name of an event
+        if not line.startswith(EVENT) or not data:  # an empty line, a comment, an event's name
             continue
         if data == LAST_EVENT:
             return True

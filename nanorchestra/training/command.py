@@ -103,7 +103,8 @@ def choose_run(options: Options, words: list[str]) -> tuple[Config, Path, bool]:
     if again and (path / "config.toml").exists():
         return settings.load_config(path / "config.toml"), path, True
     first = int(os.environ.get("RANK", 0)) == 0  # which alone makes the directory, and says so
-    if first and not options.dry_run and (path / "config.toml").is_file():
+    makes_it = first and not options.dry_run and not options.plan
+    if makes_it and (path / "config.toml").is_file():
         raise UserError(_two_commands(path, words))
     return config, path, False
 

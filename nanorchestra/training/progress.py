@@ -206,6 +206,7 @@ class TrainingRun:
         which have to agree, it ends after these tasks.
         """
         stop, label = self.stop, f"held-out tasks, {when}"
+        said = stop.says
         if self.ranks.world_size > 1:
             stop.says = "stopping after these held-out tasks"
             if when == "after":
@@ -217,7 +218,7 @@ class TrainingRun:
             with progress_bar(self.ranks, count, label, unit="task") as bar:
                 yield lambda attempt: bar.update()
         finally:
-            stop.at_once = False
+            stop.says, stop.at_once = said, False
 
     def asked_to_stop(self) -> bool:
         """Returns whether any rank was asked to stop; all ranks call it together."""

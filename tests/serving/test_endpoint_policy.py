@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 
 import pytest
 from openai_server import DONE, openai_server, said, told
@@ -159,6 +160,46 @@ def renumbered(events, index):
         yield event
 
 
+def parts_of_calls(event):
+    choices = event["choices"] if isinstance(event, dict) else ()
+    return [part for choice in choices for part in choice["delta"].get("tool_calls", ())]
+
+
+def with_an_id_for_each_part(events):
+    for number, event in enumerate(events):
+        for part in parts_of_calls(event):
+            part["id"] = f"call-{number}"
+        yield event
+
+
+def with_the_name_in_each_part(events):
+    names = {}
+    for event in events:
+        for part in parts_of_calls(event):
+            name = part["function"].get("name") or names[part["index"]]
+            names[part["index"]] = part["function"]["name"] = name
+        yield event
+
+
+def interleaved(events):
+    """The parts of two calls by turns."""
+    events, of_call = list(events), {0: [], 1: []}
+    for event in events:
+        for part in parts_of_calls(event):
+            of_call[part["index"]].append(event)
+    turns = zip_longest(*of_call.values())
+    mixed = iter([event for pair in turns for event in pair if event is not None])
+    yield from (next(mixed) if parts_of_calls(event) else event for event in events)
+
+
+def cut_off(events):
+    """Events whose last one has no end of line and no end mark, before the connection breaks."""
+    *first, last = [event for event in events if event is not DONE]
+    yield from first
+    yield f"data: {json.dumps(last)}".encode()
+    yield b""
+
+
 def on_the_wire(events):
     """Events as bytes with comments, names and CRLF, cut anywhere."""
     lines = [b": at work\r\n\r\n"]
@@ -178,11 +219,26 @@ TWO = [("echo", '{"text": "hi"}'), ("echo", '{"text": "h\u00f6"}')]
         partial(told, size=1),
         lambda reply: renumbered(told(reply, size=999), None),
         lambda reply: renumbered(told(reply), 0),
+        lambda reply: with_an_id_for_each_part(told(reply, size=1)),
+        lambda reply: with_the_name_in_each_part(told(reply, size=3)),
+        lambda reply: interleaved(told(reply, size=3)),
+        lambda reply: cut_off(told(reply)),
         lambda reply: on_the_wire(told(reply)),
         lambda reply: (event for event in told(reply) if event is not DONE),
         lambda reply: reply,  # a server that knows no streams
     ],
-    ids=["pieces", "whole calls", "one index", "on the wire", "no end mark", "no stream"],
+    ids=[
+        "pieces",
+        "whole calls",
+        "one index",
+        "an id a part",
+        "a name a part",
+        "interleaved",
+        "cut off",
+        "on the wire",
+        "no end mark",
+        "no stream",
+    ],
 )
 @pytest.mark.parametrize(
     "message",

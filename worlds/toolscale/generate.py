@@ -218,7 +218,7 @@ def report(tasks: Sequence[Json], outcomes: Outcomes, seconds: float) -> str:
         worst = sorted(shares, key=lambda wish: -thrown[reason][wish] / drawn[wish])[:MOST_NAMED]
         named = ", ".join(f"{wish} {shares[wish]}" for wish in worst)
         lines.append(f"  {count:6d}  {reason}" + (f" ({named})" if named else ""))
-    lines += [f"  never proved: {wish}" for wish, count in proved.items() if not count]
+    lines += [f"  never proved: {wish}" for wish in proved if drawn[wish] and not proved[wish]]
     return "\n".join(lines)
 
 
