@@ -81,15 +81,15 @@ class Runner:
             except Exception as error:
                 launched.errors[request] = error
             masks.append(mask)
-        launched.draws = draw_tokens(
+        launched.draws = launched.draws_on_host = draw_tokens(
             launched.logits,
             self.num_drawable,
             [request.params for request in requests],
             [len(request.ids) for request in requests],
             masks,
         )
-        launched.draws_on_host = launched.draws.to_host()
         if launched.logits.is_cuda:
+            launched.draws_on_host = launched.draws.to_host()
             launched.copy_done = torch.cuda.Event()
             launched.copy_done.record()
 

@@ -11,6 +11,7 @@ been drawn, do.
 from __future__ import annotations
 
 from collections import abc
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,10 @@ from nanorchestra.engine.sequence import SamplingParams, TopLogprobs
 from nanorchestra.engine.transfers import to_device
 
 BUCKET = 64  # ids
+# Of splitmix64.
+STEP = np.uint64(0x9E3779B97F4A7C15)
+SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class Draw(NamedTuple):
@@ -77,9 +82,8 @@ def draw_tokens(
     device = logits.device
 
     # Temperature. A greedy row has 1: its log-probability is at temperature 1.
-    greedy = np.array([p.greedy for p in params])
-    temperature = np.array([p.temperature for p in params], np.float32)
-    temperature[greedy] = 1.0
+    greedy = [p.greedy for p in params]
+    temperature = np.array([1.0 if p.greedy else p.temperature for p in params], np.float32)
     inverse = to_device(1.0 / temperature, device)[:, None]
     z = logits[:, :num_drawable].float() * inverse  # [R, vocab]
 
@@ -104,9 +108,9 @@ def draw_tokens(
 
     noise = to_device(uniforms([p.seed for p in params], positions), device)[:, None]  # [R, 1]
     tokens, total = _invert(weights, noise)
-    if greedy.any():
+    if any(greedy):
         most_probable = z.argmax(1, keepdim=True)
-        tokens = torch.where(to_device(greedy, device)[:, None], most_probable, tokens)
+        tokens = torch.where(to_device(np.array(greedy), device)[:, None], most_probable, tokens)
 
     # Log-probabilities.
     logprobs = z.gather(1, tokens).double() - total.log()
@@ -138,15 +142,20 @@ def uniforms(seeds: abc.Sequence[int], positions: abc.Sequence[int]) -> np.ndarr
 
     The hash is the finaliser of splitmix64 (Steele et al. 2014), applied three times.
     """
-    seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], np.uint64)
-    state = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) ^ np.asarray(positions, np.uint64))
-    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    hashes = np.array([_hash_of_seed(seed) for seed in seeds], np.uint64)
+    state = _mix(_mix(hashes ^ np.array(positions, np.uint64)))
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@lru_cache(maxsize=4096)  # a request asks again for each of its tokens
+def _hash_of_seed(seed: int) -> int:
+    return int(_mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64) + STEP)[0])
 
 
 def _mix(x) -> np.ndarray:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = (x ^ (x >> SHIFTS[0])) * FACTORS[0]
+    x = (x ^ (x >> SHIFTS[1])) * FACTORS[1]
+    return x ^ (x >> SHIFTS[2])
 
 
 def _index(rows, device) -> Tensor:
