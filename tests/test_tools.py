@@ -449,7 +449,7 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox, monkeypatch
             if each.kind == "mcp":  # a process, which other tests count
                 each.server.life.cancel()
     time_now = "time_get_current_time"
-    assert names == ["python", "coder", "mini", "answer", "convert", "handbook", time_now, "deputy"]
+    assert names == ["python", "coder", "mini", "answer", "convert", time_now, "deputy"]
 
 
 @pytest.mark.parametrize(
