@@ -112,7 +112,8 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
         params = [SamplingParams(max_tokens=LENGTH, seed=seed, ignore_eos=True) for seed in seeds]
         done = engine.generate(prompts, params)
         rewards = [reward_of(completion.text) for completion in done]
-        policy_update(trainer, groups_of(prompts, done, rewards, GROUP), GrpoSection(), 1e-6)
+        groups = groups_of(prompts, done, rewards, GROUP)
+        policy_update(trainer, groups, GrpoSection(), learning_rate=1e-6, temperature=1.0)
         engine.update_weights(named_hf_tensors(model))
         clock.stop()
         sampled = sum(len(completion.token_ids) for completion in done)

@@ -217,6 +217,10 @@ class TrainingRun:
         try:
             with progress_bar(self.ranks, count, label, unit="task") as bar:
                 yield lambda attempt: bar.update()
+        except KeyboardInterrupt:
+            if self.ranks.first:
+                self.report(self.folder.path, False)
+            raise
         finally:
             stop.says, stop.at_once = said, False
 
