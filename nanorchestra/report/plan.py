@@ -13,11 +13,11 @@ from nanorchestra.config import DRAFT, Config
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.checkpoint import PRESETS, read_config
 from nanorchestra.model.qwen3 import ModelConfig
+from nanorchestra.training.build import SPARE_PAGES
 from nanorchestra.training.costs import GB, GPUS, Costs
 from nanorchestra.training.draft import shape_for
 
 LIBRARIES, FRAGMENTS = 1.5 * GB, 0.05  # CUDA and NCCL; of what is allocated
-LOSS = 1.5 * GB  # logits and gradients of activations, a chunk or a layer of each
 PER_NODE = 8  # GPUs
 # Of a base in 4 bits: bytes of a number with its share of a scale; AutoAWQ's zero points are a byte
 # for 128 numbers more. Then its bytes in memory while its matrix is widened to bf16.
@@ -74,18 +74,31 @@ class Setup:
 
 
 def memory(setup: Setup) -> dict[str, tuple[float, float]]:
-    """Returns the bytes of one GPU by part: while it rolls out, and while it trains."""
+    """Returns the bytes of one GPU by part: while it rolls out, and while it trains.
+
+    It trains at its fullest in the backward pass of a layer's SwiGLU, or where FSDP2 reduces the
+    root's gradients. With L numbers in a layer, R in the root and V * h in the output matrix, FSDP2
+    (torch/distributed/fsdp/_fully_shard: `foreach_reduce`, `post_backward`) then holds
+
+        2 (R + 2 L)        the root, the layer and the next one, gathered in bf16
+        2 V h + 2 L + 4 L  of full weights: the gradients of the output matrix and of the layer, and
+                           the float32 input of a reduce-scatter, kept until that of the next layer
+        (2 + 4) R          at the end: the gradients of the root, and that input
+        2 (R + L)          of a reference: its root and last layer, which stay gathered
+
+    and T tokens have, beside what layers keep, gradients of a layer's output (h), of the product of
+    gate and up (I) and of both (2 I), all in bf16.
+    """
     config, costs, total, trained = setup.config, setup.costs, setup.costs.numbers, setup.trained
     grpo, rollout, full = config.grpo, config.rollout, not config.lora.rank
     layers, hidden = setup.model.num_hidden_layers, setup.model.hidden_size
     share = 0 if config.parallel.cpu_offload else 1 / setup.shards
     weights = (4 * total if full else setup.base_bytes + 4 * trained) * share
     reference = 4 * total * share if grpo.kl_coef and full else 0  # of adapters it is the base
-    # In bf16: the root, a layer and the next one; of full weights one more, and gradients of all.
-    layers_held = 3 if full else 2
-    gathered = 2 * (total - setup.in_layers + layers_held * setup.in_layers / layers)
+    layer, root = setup.in_layers / layers, total - setup.in_layers
+    gathered = 2 * (root + 2 * layer)
     if full:
-        gathered *= 2
+        gathered += costs.logit_flops + (2 + 4) * layer
     engine = 2 * total
     widened = 0.0
     if setup.in_4_bits:
@@ -95,8 +108,15 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     kept = layers * costs.activations
     if config.parallel.activation_checkpointing:
         kept = layers * hidden + costs.activations
+    kept += hidden + 3 * setup.model.intermediate_size
+    activations = 2 * grpo.token_budget * kept
+    if full:
+        gathered = max(gathered, (2 + 4) * root - activations)
+    if reference:
+        gathered += 2 * (root + layer)
     attempts = -(-grpo.prompts // setup.gpus) * grpo.group_size
-    pages = rollout.pages or attempts * -(-rollout.context_tokens // rollout.page_size)
+    pages_of_attempt = -(-rollout.context_tokens // rollout.page_size)
+    pages = rollout.pages or attempts * pages_of_attempt + SPARE_PAGES
     kv = pages * rollout.page_size * costs.kv_bytes
     parts = {
         "weights": (weights, weights),
@@ -104,7 +124,7 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
         "reference": (reference, reference),
         "gradients": (0, 4 * trained * share),
         "gathered layers": (0, gathered),
-        "activations": (0, 2 * grpo.token_budget * kept + LOSS),
+        "activations": (0, activations),
         "widened matrix": (widened, widened),
         "engine's copy": (engine, engine),
         "KV pages": (kv, kv),

@@ -59,7 +59,7 @@ def test_memory_falls_with_every_saving_and_is_divided_by_ranks():
 
 def test_a_plan_says_whether_the_memory_of_a_gpu_is_enough():
     text, fits = plan(CONFIG, 8, None, "h100", formats.directory_of)
-    assert fits and text.endswith("75.9 of 80 GB: fits")
+    assert fits and text.endswith("75.5 of 80 GB: fits")
     text, fits = plan(CONFIG, 1, None, "h100", formats.directory_of)
     assert not fits and text.endswith("of 80 GB: too much")
     text, fits = plan(load_config(None), 1, None, "4090", formats.directory_of)
