@@ -1,7 +1,12 @@
-"""A GRPO step, with NCCL and FSDP2 over one rank, beside what `train.py --plan` says."""
+"""A GRPO step, with NCCL and FSDP2 over one rank, beside what `train.py --plan` says.
+
+It is made of the trainer's and the engine's own calls, without a world: train.py, whose loop has
+more around them, imports more than a machine for a day may have.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,10 +19,10 @@ import torch
 from benchmarks.engine import seconds
 from benchmarks.gpu_parts import Part, by_kernels
 from benchmarks.gpu_parts.engine import TINY
-from nanorchestra.config import Config
+from nanorchestra.config import Config, GrpoSection
 from nanorchestra.engine.engine import Completion, SamplingParams
 from nanorchestra.model import lora
-from nanorchestra.model.checkpoint import PRESETS
+from nanorchestra.model.checkpoint import PRESETS, named_hf_tensors
 from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import local
@@ -25,10 +30,10 @@ from nanorchestra.report.plan import Setup, memory, peak
 from nanorchestra.settings import load_config
 from nanorchestra.training.build import as_configured, build_engine, build_trainer
 from nanorchestra.training.costs import GB, peak_flops
-from nanorchestra.training.distributed import Ranks
+from nanorchestra.training.distributed import Ranks, backward
 from nanorchestra.training.grpo import OBJECTIVES, group_advantages
-from nanorchestra.training.packing import Group, Sample
-from train import policy_update, publish
+from nanorchestra.training.packing import Group, Sample, samples_in
+from nanorchestra.training.trainer import Trainer, UpdateMetrics
 
 # Rows of 64, which a base in 4 bits divides into groups.
 SMALL = replace(
@@ -52,26 +57,32 @@ def large(part: Part) -> None:
     grpo_step(part, "qwen3-4b")
 
 
-def grpo_step(part: Part, name: str, **changes: Any) -> None:
+def in_small(part: Part) -> None:
+    """Qwen3-8B's config with the exact KL, for a model of two layers: on a GPU too."""
+    grpo_step(part, "qwen3-8b", in_small=True, **{"grpo.kl_coef": 1e-3})
+
+
+def grpo_step(part: Part, name: str, in_small: bool = False, **changes: Any) -> None:
     """Measures the second step of a shipped config: publishing, rollout, update.
 
-    changes: settings in place of the config's, by "section.name". The rehearsal takes a model of
-    two layers, and otherwise what a GPU takes: kernels, FSDP2 over one rank (gloo's), bf16, and the
-    config's checkpointing, objective and optimizer.
+    changes: settings in place of the config's, by "section.name". In small, as in the rehearsal, it
+    takes a model of two layers, and otherwise what a GPU takes: kernels, FSDP2 over one rank
+    (gloo's on a CPU), bf16, and the config's checkpointing, objective and optimizer.
     """
-    length, prompt = (4, 12) if part.rehearse else (512, 512)
+    in_small |= part.rehearse
+    length, prompt = (4, 12) if in_small else (512, 512)
     settings = {
-        "grpo.prompts": 2 if part.rehearse else 8,
-        "grpo.group_size": 2 if part.rehearse else 8,
+        "grpo.prompts": 2 if in_small else 8,
+        "grpo.group_size": 2 if in_small else 8,
         "rollout.context_tokens": length + prompt,
         "rollout.turn_tokens": length,
         "rollout.pages": 0,
     }
-    if part.rehearse:
+    if in_small:
         settings["rollout.page_size"] = 16
     config = load_config(name, settings | changes)
     shape = PRESETS[Path(config.model.path).name.lower()]
-    if part.rehearse:
+    if in_small:
         shape = replace(SMALL, tie_word_embeddings=shape.tie_word_embeddings)
     elif peak(Setup(config, 1, shape)) > torch.cuda.mem_get_info()[0]:
         config = config.replace({"lora.rank": 32})
@@ -108,14 +119,19 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
         times[phase] = seconds(lambda: results.append(work()), ranks.device)
         return results[0]
 
+    def publish() -> None:
+        if config.lora.base == "int4":
+            lora.copy_adapters(trainer.model, engine.model)
+            engine.update_weights()
+        else:
+            engine.update_weights(named_hf_tensors(trainer.model, dtype))
+
     for _ in range(STEPS):
-        timed("publish", lambda: publish(config, trainer.model, engine, dtype))
+        timed("publish", publish)
         done = timed("rollout", lambda: engine.generate(prompts, params))
         rewards = [sum(completion.token_ids) % 97 / 97 for completion in done]
         groups = groups_of(prompts, done, rewards, size, boost)
-        update = timed(
-            "update", lambda groups=groups: policy_update(trainer, groups, grpo, 1e-6, 1.0)
-        )
+        update = timed("update", lambda groups=groups: policy_update(trainer, groups, grpo))
         assert not update["skipped"], "the loss or the gradient is not finite"
 
     figures = {f"{phase}_s": elapsed for phase, elapsed in times.items()}
@@ -136,6 +152,29 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
         logprob_gap=update["logprob_gap"],
         most=update["logprob_gap_max"],
     )
+
+
+def policy_update(trainer: Trainer, groups: list[Group], grpo: GrpoSection) -> dict[str, float]:
+    """Makes one optimizer step, as train.py's does at a ratio of 1; returns its metrics."""
+    loss_ids = sum(sample.loss_ids for sample in samples_in(groups))
+    sums = UpdateMetrics(loss_ids)
+    micro_batches = trainer.micro_batches(groups)
+    for batch in micro_batches:
+        hidden = trainer.hidden(batch)
+        logprobs, _ = trainer.logprobs(hidden, batch)
+        losses = -batch.advantages * logprobs
+        if grpo.kl_coef:
+            kind = OBJECTIVES[grpo.objective].kl
+            losses = losses + grpo.kl_coef * trainer.kl_to_reference(
+                hidden, logprobs, batch, kind, 1.0
+            )
+        last = batch is micro_batches[-1]
+        backward(losses.sum() / loss_ids, trainer.model, trainer.ranks, last=last)
+        sums.add(loss=losses)
+        sums.add_mismatch(batch.sampler_logprobs, logprobs.detach())
+        sums.flops += trainer.flops(batch, reference=bool(grpo.kl_coef))
+    update = sums.read(trainer.ranks)
+    return update | trainer.optimizer_step(1e-6, finite=math.isfinite(update["loss"]))
 
 
 def trained_model(config: Config, shape: ModelConfig, ranks: Ranks, dtype: torch.dtype) -> Qwen3:

@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks import gpu
-from benchmarks.gpu_parts import Part, compile, kernels
+from benchmarks.gpu_parts import Part, compile, first, kernels
 
 
 def test_a_kernel_that_breaks_its_budget_is_named():
@@ -69,6 +73,39 @@ def test_parts_are_run_by_a_word_of_their_name_and_the_others_stay(monkeypatch, 
     results = json.loads(report.read_text())
     assert report.name == "gpu-h200.json" and list(results) == list(gpu.PARTS)
     assert results["decode"] == {"machine": {"card": "NVIDIA H200"}, "status": "done"}
+
+
+@pytest.mark.slow
+def test_the_first_parts_pass_in_small_and_find_a_product_that_is_rounded(monkeypatch):
+    """Beside them --first runs an engine and a GRPO step, which other tests run in small."""
+    for name, work in gpu.FIRST.items():
+        module, function = work.split(".")
+        if module == "first":
+            part = Part(rehearse=True)
+            getattr(first, function)(part)
+            assert part.figures, name
+    product = first.wide_product
+
+    def rounded(a, b, out):
+        out.copy_(product(a, b).bfloat16())
+
+    monkeypatch.setattr(first, "wide_product", rounded)
+    with pytest.raises(AssertionError, match="a product is off by"):
+        first.wide_products(Part(rehearse=True))
+
+
+@pytest.mark.slow
+def test_the_parts_import_no_world_server_or_index():
+    modules = {work.split(".")[0] for work in (gpu.FIRST | gpu.PARTS).values()}
+    code = f"import sys, {', '.join(f'benchmarks.gpu_parts.{name}' for name in modules)}\n"
+    code += "print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=gpu.ROOT, capture_output=True, text=True, check=True
+    )
+    imported = done.stdout.split()
+    around = ("worlds", "train", "tools", "reward", "faiss", "nanorchestra.serving")
+    around += ("nanorchestra.tools", "nanorchestra.formats")
+    assert not [name for name in imported if name.startswith(around)]
 
 
 def test_a_part_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
