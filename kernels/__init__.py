@@ -5,6 +5,6 @@ PyTorch, the launcher, the kernels, and backward if it has one. Read swiglu.py f
 rms_norm.py and qk_norm_rope.py; softmax.py before the attention kernels. common.py holds what all
 launchers share.
 
-benchmarks/gpu_parts/compile.py compiles all of them for three kinds of GPU without one;
+benchmarks/gpu_parts/compile.py compiles all of them for five kinds of GPU without one;
 benchmarks/gpu.py checks and times them on one.
 """

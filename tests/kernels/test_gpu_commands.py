@@ -25,6 +25,9 @@ def test_a_kernel_that_breaks_its_budget_is_named():
         "expected 1 loads",
     ]
     assert compile.faults(dataclasses.replace(good, kernel="_new"), 90) == ["has no budget"]
+    wide = dataclasses.replace(good, kernel="_attend_chunks", product="UTCHMMA", spilled=8)
+    assert compile.faults(wide, 100) == []
+    assert compile.faults(wide, 90) == ["spills", "expected HGMMA"]
 
 
 def test_loads_are_counted_in_the_shortest_loop_with_a_product():
