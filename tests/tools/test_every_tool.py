@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
 import time
-import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -23,21 +21,16 @@ from nanorchestra.agent.limits import UserLimits
 from nanorchestra.agent.numbering import in_attempt
 from nanorchestra.agent.tool import Allowance, all_ban_names
 from nanorchestra.agent.truncation import RESULT_CHARS
-from nanorchestra.errors import UserError
 from nanorchestra.records import Preference, Price, ToolCall, Trajectory
-from nanorchestra.tools import http, replies
+from nanorchestra.tools import http
 from nanorchestra.tools import index as index_module
 from nanorchestra.tools import mcp as mcp_module
-from nanorchestra.tools import sandbox as sandbox_module
-from nanorchestra.tools import spending as spending_module
 from nanorchestra.tools.index import Passage
 from nanorchestra.tools.replies import ReplyStore
-from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from tools import RecordsTool, SimulatedExpert, Skill, load_tools
+from tools import RecordsTool, load_tools
 
 HUGE = f"{'w' * 99} " * 500_000
-ALONE = {"concurrency": 1}
 # How a call ends: its error, whether the infrastructure is blamed, and whether it is billed.
 ANSWERED = (False, False, True)
 POLICYS = (True, False, True)
@@ -54,7 +47,6 @@ class Kind:
     says = "42"  # of a good call
     helpers = ()  # more entries of the catalogue
     times_out = False  # whether the entry has a time-out of its own
-    least = 1e-9  # US dollars with which a call is refused
 
     def open(self, bench, timeout_s=10.0):
         """Returns the tool, as the catalogue makes it, with its calls' time-out."""
@@ -88,11 +80,6 @@ class Code(Kind):
         }
         return {"code": programs.get(how, "print(42)")}
 
-    def place(self, bench):
-        """Takes the place of all calls; returns what gives it back."""
-        workers = [bench.sandbox._idle.get() for _ in range(2)]
-        return lambda: [bench.sandbox._idle.put(worker) for worker in workers]
-
 
 class Corpus(Kind):
     name, entry = "docs", {"kind": "search", "corpus": "corpus.jsonl", "usd_per_call": 0.01}
@@ -108,10 +95,6 @@ class Corpus(Kind):
         if how == "huge":
             bench.patch.setattr(index, "_passages", lambda _: [Passage(HUGE)])
         return {"query": '"*^:(){} \ud800' if how == "nonsense" else "answer"}
-
-    def place(self, bench):
-        bench.tool.index._lock.acquire()
-        return bench.tool.index._lock.release
 
 
 class Served(Kind):
@@ -136,21 +119,6 @@ class Served(Kind):
         return self.asked
 
 
-class CorpusServer(Served):
-    name, asked = "far", {"query": "answer"}
-    good = {"passages": [{"text": "42", "source": "", "score": 1.0}]}
-    ends = dict.fromkeys(Served.ends, FAILED)
-
-    def entry_of(self, bench):
-        address = bench.server.url.removesuffix("/v1")
-        return {"kind": "search", "corpus": address, "usd_per_call": 0.01}
-
-    def open(self, bench, timeout_s=10.0):
-        self.arguments(bench)
-        bench.patch.setattr(index_module, "TIMEOUT_S", timeout_s)
-        return super().open(bench, timeout_s)
-
-
 class Web(Served):
     name, asked, times_out = "web", {"query": "answer"}, True
     good = {"results": [{"url": "http://a", "content": "42"}]}
@@ -162,19 +130,6 @@ class Web(Served):
 class OneExpert(Served):
     name, entry, asked = "llm", {"kind": "expert", "expert": "mine"}, {"task": "6 * 7?"}
     good = said("42", usage=(10**6, 10**6))  # more than it was asked for
-
-    def place(self, bench):
-        bench.tool.expert.endpoint.free.acquire()
-        return bench.tool.expert.endpoint.free.release
-
-
-class Orchestrator(OneExpert):
-    """One behind serve.py --http: what it has spent where it failed is not known."""
-
-    name, entry = "deputy", {"kind": "expert", "expert": "served"}
-    good = OneExpert.good | {"nanorchestra": {"cost_usd": 9.0}}
-    least = 0.0
-    ends = OneExpert.ends | {"raises": FAILED_BILLED}
 
 
 class Answer(OneExpert):
@@ -272,21 +227,10 @@ class Rows(Kind):
         return {"table": "order", "id": 1}
 
 
-class Simulated(Kind):
-    name, says = "ada", "sure: 42"
-
-    def open(self, bench, timeout_s=10.0):
-        price, skill = Price(1, 10), Skill(1.0, 0.0, 0.0)
-        return SimulatedExpert("ada", "d", skill, "42", ("41",), price, 100, 500, 3.0, "seed")
-
-    def arguments(self, bench, how="good"):
-        return {}
-
-
-ALL = [Code, Corpus, CorpusServer, Web, OneExpert, Orchestrator, Answer, Query, Reasoning]
-ALL += [Function, Mcp, Rows, Simulated]
+ALL = [Code, Corpus, Web, OneExpert, Answer, Query, Reasoning, Function, Mcp, Rows]
 ALL = [kind() for kind in ALL]
 WAITING = [kind for kind in ALL if "hangs" in kind.ends and not isinstance(kind, Corpus)]
+RECORDED = [kind for kind in ALL if not isinstance(kind, Rows)]
 every_kind = pytest.mark.parametrize("kind", ALL, ids=lambda kind: type(kind).__name__)
 
 
@@ -301,11 +245,9 @@ class Bench:
     def load(self, timeout_s, *entries):
         """Returns the first tool of a catalogue with experts at the server."""
         mine = {"endpoint": "here", "model": "m", "usd": [1, 10], "max_tokens": 1000}
-        served = mine | {"model": "m+tools", "task_usd": 0.02}
-        del served["max_tokens"]
         tables = {
-            "endpoints": {"here": {"base_url": self.server.url, "timeout_s": timeout_s} | ALONE},
-            "experts": {"mine": mine, "served": served},
+            "endpoints": {"here": {"base_url": self.server.url, "timeout_s": timeout_s}},
+            "experts": {"mine": mine},
             "tools": list(entries),
         }
         (self.folder / "t.json").write_text(json.dumps(tables))
@@ -321,6 +263,10 @@ class Bench:
         env.evidence.tokenizer = self.tokenizer
         env.task = replace(env.task, preference=Preference(**limits))
         return env
+
+    def most_usd(self, arguments):
+        """The US dollars that a call can cost, as is said before it."""
+        return self.env().prepare(ToolCall(self.tool.name, arguments), Allowance()).most_usd
 
     def call(self, arguments, **limits):
         """The result of a call, as the policy reads it; with the limits of a user."""
@@ -349,74 +295,52 @@ def served(tmp_path_factory):
         tool.server.life.cancel()
 
 
-@pytest.fixture(scope="module")
-def two_workers():
-    with Sandbox(workers=2) as box:
-        yield box
-
-
 @pytest.fixture
-def bench(tmp_path, two_workers, served, nano_tokenizer, monkeypatch):
+def bench(tmp_path, sandbox, served, nano_tokenizer, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TAVILY_API_KEY", "tvly")
     monkeypatch.setattr(http.random, "uniform", lambda *_: 0.0)  # no wait between the tries
     (tmp_path / "corpus.jsonl").write_text('{"text": "The answer is 42."}\n')
     with openai_server() as server:
-        yield Bench(tmp_path, server, two_workers, served, nano_tokenizer, monkeypatch)
+        yield Bench(tmp_path, server, sandbox, served, nano_tokenizer, monkeypatch)
 
 
 @every_kind
-def test_a_good_call_costs_something_and_no_more_than_was_said_before(bench, kind):
+def test_a_good_call_costs_what_was_said_before_at_most_and_never_more_than_is_left(bench, kind):
+    """Whatever the server counts. An expert is asked for as many tokens as are paid for."""
     tool, arguments = bench.open(kind), kind.arguments(bench)
     result = bench.call(arguments)
     assert kind.says in result.content and not result.error and not result.infrastructure
-    prepared = bench.env().prepare(ToolCall(tool.name, arguments), Allowance())
-    assert 0 < result.cost_usd <= prepared.most_usd and result.latency_s >= 0
+    most = bench.most_usd(arguments)
+    assert 0 < result.cost_usd <= most and result.latency_s >= 0
     function = tool.schema["function"]
     assert (function["name"], function["description"]) == (tool.name, tool.description)
-
-
-@every_kind
-def test_a_call_that_the_schema_does_not_allow_is_refused_and_nothing_is_asked(bench, kind):
-    tool, arguments = bench.open(kind), kind.arguments(bench)
-    asked = len(bench.server.bodies)
-    given = [arguments | {"more": 1}, "text", [arguments]]
-    given += [dict.fromkeys(arguments, None)] if arguments else []
-    for wrong in given:
-        result = bench.call(wrong)
-        assert result.refused and result.error and result.cost_usd == 0.0, wrong
-        assert result.content.startswith(f"Error: {tool.name}: ") and len(result.content) < 600
-    assert len(bench.server.bodies) == asked
-
-
-@every_kind
-def test_each_name_of_a_tool_bans_its_calls_and_nothing_is_asked(bench, kind):
-    tool, arguments = bench.open(kind), kind.arguments(bench)
-    asked = len(bench.server.bodies)
-    names = tool.ban_names(arguments)
-    assert {tool.name, tool.kind} <= names <= set(all_ban_names([tool]))
-    for name in names:
-        result = bench.call(arguments, never=[name.upper()])
-        assert result.refused and result.content == f"Error: the user forbids {name.upper()}"
-    assert len(bench.server.bodies) == asked
-    assert not bench.call(arguments, never=["something else"]).error
-
-
-@every_kind
-def test_a_call_costs_no_more_than_the_dollars_left_or_is_refused(bench, kind):
-    """Whatever the server counts. An expert is asked for as many tokens as are paid for."""
-    tool, arguments = bench.open(kind), kind.arguments(bench)
-    most = bench.env().prepare(ToolCall(tool.name, arguments), Allowance()).most_usd
-    asked = len(bench.server.bodies)
-    if kind.least:
-        refused = bench.call(arguments, usd=kind.least)
-        assert refused.refused and refused.cost_usd == 0.0 and len(bench.server.bodies) == asked
-        assert refused.content.startswith(f"Error: refused {tool.name}: up to $")
     for share in (0.4, 0.7, 1.0):
         usd = share * most * (1 + 1e-9)
         result = bench.call(arguments, usd=usd / 0.9)  # a tenth is left for the answer
         assert result.cost_usd <= usd and not (share == 1.0 and result.error), share
         assert result.refused or not result.error
+
+
+@every_kind
+def test_what_is_not_allowed_is_refused_and_nothing_is_asked(bench, kind):
+    """Arguments against the schema, each name that can be banned, and dollars that are not left."""
+    tool, arguments = bench.open(kind), kind.arguments(bench)
+    asked = len(bench.server.bodies)
+    refused = [bench.call(wrong) for wrong in (arguments | {"more": 1}, "text", [arguments])]
+    for result in refused:
+        assert result.content.startswith(f"Error: {tool.name}: ") and len(result.content) < 600
+    names = tool.ban_names(arguments)
+    assert {tool.name, tool.kind} <= names <= set(all_ban_names([tool]))
+    for name in names:
+        refused.append(bench.call(arguments, never=[name.upper()]))
+        assert refused[-1].content == f"Error: the user forbids {name.upper()}"
+    refused.append(bench.call(arguments, usd=1e-9))
+    assert refused[-1].content.startswith(f"Error: refused {tool.name}: up to $")
+    for result in refused:
+        assert result.refused and result.error and result.cost_usd == 0.0
+    assert len(bench.server.bodies) == asked
+    assert not bench.call(arguments, never=["something else"]).error
 
 
 @pytest.mark.parametrize("kind", WAITING, ids=lambda kind: type(kind).__name__)
@@ -425,12 +349,11 @@ def test_a_call_is_given_up_after_the_users_seconds_and_billed_at_its_most(bench
     bench.open(kind, timeout_s=20.0)
     arguments = kind.arguments(bench, "hangs")
     start = time.monotonic()
-    result = bench.call(arguments, seconds=0.5)
-    assert 0.4 < time.monotonic() - start < 4.0 and result.latency_s == pytest.approx(0.45)
-    assert "was given up after 0.5 s, the user's limit" in result.content
+    result = bench.call(arguments, seconds=0.2)
+    assert 0.15 < time.monotonic() - start < 4.0 and result.latency_s == pytest.approx(0.18)
+    assert "was given up after 0.2 s, the user's limit" in result.content
     assert result.error and result.given_up and not result.infrastructure
-    prepared = bench.env().prepare(ToolCall(bench.tool.name, arguments), Allowance())
-    assert result.cost_usd == prepared.most_usd > 0
+    assert result.cost_usd == bench.most_usd(arguments) > 0
     assert kind.says in bench.call(kind.arguments(bench)).content
 
 
@@ -439,16 +362,12 @@ CASES = [(kind, how) for kind in ALL for how in kind.ends]
 
 @pytest.mark.parametrize("kind, how", CASES, ids=lambda each: getattr(each, "name", each))
 def test_whatever_is_behind_a_tool_its_call_ends_in_a_bounded_observation(bench, kind, how):
-    tool = bench.open(kind, timeout_s=0.4 if how in ("hangs", "stuck") else 10.0)
-    most_usd = bench.env().prepare(ToolCall(tool.name, kind.arguments(bench)), Allowance()).most_usd
+    tool = bench.open(kind, timeout_s=0.2 if how in ("hangs", "stuck") else 10.0)
+    most_usd = bench.most_usd(kind.arguments(bench))
     arguments = kind.arguments(bench, how)
     start = time.monotonic()
-    if how == "huge":
-        tracemalloc.start()
     result = bench.call(arguments)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert time.monotonic() - start < 9.0 and peak < 500e6
+    assert time.monotonic() - start < 9.0
     billed = result.cost_usd > 0
     assert (result.error, result.infrastructure, billed) == kind.ends[how], result
     assert result.cost_usd <= most_usd
@@ -458,16 +377,10 @@ def test_whatever_is_behind_a_tool_its_call_ends_in_a_bounded_observation(bench,
     if how != "huge":
         assert result.content.startswith("Error: ") == result.error
         assert "\n" not in result.content or not result.error
-    elif kind.name == "py":
-        assert "[cut after 8192 bytes]\nError: OSError: [Errno 27] File too large" in result.content
-    elif not result.error:
-        assert result.content.endswith((" of 500,000 words]", " of 50,000 words]"))
 
 
-@every_kind
+@pytest.mark.parametrize("kind", RECORDED, ids=lambda kind: type(kind).__name__)
 def test_a_replay_has_the_result_of_the_recording_and_asks_nothing(bench, kind):
-    if kind.name in ("rows", "ada"):
-        pytest.skip("a function of its arguments")
     results, asked = [], []
     for asks in (True, False):
         bench.spending = Spending(replies=ReplyStore(bench.folder / "kept", asks=asks))
@@ -482,40 +395,3 @@ def test_a_replay_has_the_result_of_the_recording_and_asks_nothing(bench, kind):
         missed = bench.call(arguments)
     is_web = kind.name == "web"  # nothing is sampled there: all attempts share a page
     assert missed.infrastructure != is_web and bool(bench.spending.replies.missing) != is_web
-
-
-@pytest.mark.parametrize("kind", [Code(), Corpus(), OneExpert()], ids=lambda kind: kind.name)
-def test_a_call_waits_for_its_place_only_so_long_and_says_how_long(bench, kind):
-    """The wait is part of its latency, and is not billed."""
-    for wait_s, free_after_s in ((0.4, None), (10.0, 0.3)):
-        bench.patch.setattr(sandbox_module, "WAIT_S", wait_s)
-        bench.patch.setattr(index_module, "TIMEOUT_S", wait_s)
-        bench.open(kind, timeout_s=wait_s)
-        leave, arguments = kind.place(bench), kind.arguments(bench)
-        if free_after_s:
-            threading.Timer(free_after_s, leave).start()
-            result = bench.call(arguments)
-            assert kind.says in result.content and result.latency_s >= 0.25
-            alone = bench.call(arguments)
-            assert result.cost_usd == pytest.approx(alone.cost_usd, abs=1e-4)
-        else:
-            result = bench.call(arguments)
-            leave()
-            assert result.infrastructure and result.cost_usd == 0.0
-            assert 0.4 <= result.latency_s < 2.0
-
-
-@pytest.mark.parametrize("where", [spending_module, replies], ids=lambda module: module.__name__)
-def test_a_full_disk_is_not_the_fault_of_a_question(bench, where):
-    """Of what a run has spent, and of a recording. What was asked is billed."""
-
-    def full(path, data):
-        raise UserError(f"{path}: cannot be written (No space left on device)")
-
-    bench.patch.setattr(where, "write_whole", full)
-    kept = ReplyStore(bench.folder / "kept") if where is replies else replies.UNRECORDED
-    bench.spending = Spending(replies=kept, file=bench.folder / "spent.json")
-    bench.open(kind := OneExpert())
-    result = bench.call(kind.arguments(bench))
-    assert result.infrastructure and "No space left" in result.content
-    assert bench.spending.spent > 0.0

@@ -2,72 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
-import faiss
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3Model
 
 from nanorchestra.errors import UserError
 from nanorchestra.tools import corpus as corpus_module
+from nanorchestra.tools import embed
 from nanorchestra.tools import index as index_module
 from nanorchestra.tools.corpus import build_index, open_index
+from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.index import QUERY_WORDS, Index, Passage
 from tools import main
-
-RELATIONS = ("mass", "melting point", "atomic radius")
-FACTS = []
-for number in range(1, 100):
-    for place, relation in enumerate(RELATIONS):
-        subject, text = f"element {number}", f"Its {relation} is {1000 * (place + 1) + number}."
-        fact = {"subject": subject, "relation": relation, "text": f"Element {number}. {text}"}
-        FACTS.append(fact)
-
-
-def test_edges_of_k_and_query():
-    others = ("one dog", "...", "two more", "a cat and one more")
-    index = Index.of([Passage("one cat", "a.txt"), *map(Passage, others)])
-    best, *others = index.search("one cat", k=10)
-    assert best.text == "one cat" and best.source == "a.txt" and len(others) == 2
-    assert best.score > others[0].score >= others[1].score > 0
-    assert index.search("?! ...") == index.search("") == index.search("zebra") == []
-    assert len(index.search("one", k=10**9)) == 3
-
 
 SYNTAX = Index.of([Passage("a b"), Passage("NEAR OR AND NOT text source")])
 
 
+@settings(max_examples=50)
 @given(st.text() | st.text(alphabet='ab "*^:(){}+-_\0\ud800'), st.integers(1, 3))
+@example("?! ...", 10**9)
 def test_a_query_is_words_whatever_it_is(query, k):
+    """It is never the syntax of FTS5."""
     assert len(SYNTAX.search(query, k)) <= k
-
-
-def test_a_query_is_never_the_syntax_of_fts5():
-    for syntax in (
-        "x OR text",
-        "x NEAR text",
-        "source : text",
-        '"text" AND text',
-        "text*",
-        "(text",
-    ):
+    for syntax in ("x OR text", "x NEAR text", "source : text", '"text" AND text', "text*"):
         assert [hit.text for hit in SYNTAX.search(syntax)] == ["NEAR OR AND NOT text source"]
     assert SYNTAX.search("tex*") == SYNTAX.search("NOT zebra") == []
 
 
 def test_scores_are_those_of_bm25_of_the_words_and_their_pairs():
-    texts = [fact["text"] for fact in FACTS]
+    relations = ("mass", "melting point", "atomic radius")
+    texts = [f"Element {n}. Its {relation} is {n}." for n in range(99) for relation in relations]
     spoken = ["".join(c if c.isalnum() else " " for c in text.lower()).split() for text in texts]
     lengths = np.array([len(words) for words in spoken])
     index = Index.of(map(Passage, texts))
-    for query in ("gold", "Period of iron", "atomic number of tin", "gold gold iron"):
+    for query in ("element", "Mass of element 9", "atomic number of tin", "radius radius mass"):
         words = query.lower().replace(" of ", " ").split()
         scores = np.zeros(len(texts))
         for term in [[word] for word in words] + [list(pair) for pair in pairwise(words)]:
@@ -81,24 +56,47 @@ def test_scores_are_those_of_bm25_of_the_words_and_their_pairs():
         np.testing.assert_allclose([hit.score for hit in index.search(query, 10)], wanted, 1e-6)
 
 
-def test_a_query_of_a_megabyte_is_cut_and_ends():
-    words = [f"{a}{b}{i}" for a in "abc" for b in "abc" for i in range(2000)]
-    index = Index.of([Passage(" ".join(words)), Passage("gold")])
+def test_a_query_of_a_megabyte_is_cut_and_a_search_that_takes_too_long_ends(monkeypatch):
+    index = Index.of(Passage(f"gold {i}") for i in range(10_000))
     start = time.monotonic()
     unknown = "".join(f"x{i:04} " for i in range(100_000))
-    assert [hit.text for hit in index.search(f"gold {unknown}")] == ["gold"]
+    assert index.search(f"gold {unknown}")
     assert index.search("y " * QUERY_WORDS + "gold") == [] != index.search("y " * 63 + "gold")
-    assert index.search("x" * (1 << 20)) == []
     assert time.monotonic() - start < 2
-
-
-def test_a_search_that_takes_too_long_ends(monkeypatch):
-    index = Index.of(Passage(f"gold {i}") for i in range(10_000))
     monkeypatch.setattr(index_module, "TIMEOUT_S", 0.001)
     with pytest.raises(TimeoutError, match="has not found passages .interrupted"):
         index.search("gold")
-    monkeypatch.setattr(index_module, "TIMEOUT_S", 60.0)
-    assert index.search("gold")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory, nano_tokenizer):
+    """A backbone as Qwen3-Embedding is published: bare names, an output said not to be tied."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    config = Qwen3Config(vocab_size=704, num_attention_heads=4, num_key_value_heads=2, **shape)
+    path = tmp_path_factory.mktemp("embedding")
+    Qwen3Model(config).save_pretrained(path)
+    nano_tokenizer.save(path)
+    return path
+
+
+def test_vectors_are_those_of_transformers(checkpoint, nano_tokenizer, monkeypatch):
+    monkeypatch.setattr(embed, "MAX_TOKENS", 60)
+    texts = ["Gold has 79.", "<|im_end|>", "", "a longer text about iron " * 20, "Iron has 26."]
+    theirs = Qwen3Model.from_pretrained(checkpoint).eval()
+    end = nano_tokenizer.token_id("<|endoftext|>")
+
+    def vector(text):
+        ids = torch.tensor([[*nano_tokenizer.encode(text)[:59], end]])
+        with torch.no_grad():
+            return torch.nn.functional.normalize(theirs(ids).last_hidden_state[0, -1], dim=0)
+
+    ours = Embedder(checkpoint)
+    vectors = ours.passages(texts)
+    assert vectors.dtype == np.float32 and vectors.shape == (5, ours.dimension)
+    np.testing.assert_allclose(vectors, torch.stack([vector(t) for t in texts]), atol=2e-6)
+    instructed = f"Instruct: {embed.INSTRUCTION}\nQuery:gold"
+    np.testing.assert_allclose(ours.queries(["gold"])[0], vector(instructed), atol=2e-6)
 
 
 @pytest.fixture
@@ -116,7 +114,7 @@ def pages(tmp_path):
 
 
 def test_a_directory_is_indexed_and_again_when_it_changes(pages, tmp_path, capsys):
-    out, missing = tmp_path / "index", tmp_path / "none"
+    out = tmp_path / "index"
     assert main(["index", str(pages), "--out", str(out)]) == 0
     printed = capsys.readouterr()
     assert "image.png" in printed.err and "UTF-8" in printed.err
@@ -131,26 +129,12 @@ def test_a_directory_is_indexed_and_again_when_it_changes(pages, tmp_path, capsy
     assert open_index(out).search("steel") and not open_index(out).search("iron")
     assert index.search("iron"), "what was open stays as it was"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "pages"]
-    assert main(["index", str(missing), "--out", str(out)]) == 2
-    assert main(["index", str(pages), "--out", str(tmp_path)]) == 2
-    assert "--out must be new" in capsys.readouterr().err and pages.is_dir()
-
-
-def test_many_threads_search_one_saved_index(tmp_path):
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": fact["text"]}) + "\n" for fact in FACTS))
-    build_index(corpus, tmp_path / "index")
-    index = open_index(tmp_path / "index")
-    queries = [f"element {i} mass" for i in range(1, 100)] * 2
-    with ThreadPoolExecutor(4) as pool:
-        hits = list(pool.map(lambda query: index.search(query, 2), queries))
-    assert hits == [index.search(query, 2) for query in queries]
 
 
 def test_a_build_of_vectors_that_was_stopped_goes_on(checkpoint, pages, tmp_path, monkeypatch):
     embedded = []
 
-    class Stopping(corpus_module.Embedder):
+    class Stopping(Embedder):
         def passages(self, texts):
             embedded.extend(texts)
             if len(embedded) == 3:
@@ -166,92 +150,17 @@ def test_a_build_of_vectors_that_was_stopped_goes_on(checkpoint, pages, tmp_path
     (part,) = tmp_path.glob(".index.build/*.float32")
     with open(part, "ab") as file:
         file.write(b"torn")  # half a vector
-    monkeypatch.setattr(corpus_module, "Embedder", corpus_module.Embedder.__base__)
+    monkeypatch.setattr(corpus_module, "Embedder", Embedder)
     monkeypatch.setattr(corpus_module, "_write_passages", None)
     assert build_index(pages, out, checkpoint) == 4 and not part.exists()
-    index, vectors = open_index(out), corpus_module.Embedder(checkpoint)
+    index, vectors = open_index(out), Embedder(checkpoint)
     query = vectors.queries(["gold"])[0]
     hits = index.search("gold", k=10)
     wanted = vectors.passages([hit.text for hit in hits]) @ query
     np.testing.assert_allclose([hit.score for hit in hits], wanted, atol=1e-6)
     assert len(hits) == 4 and {*embedded[:2]} <= {hit.text for hit in hits}
-    assert index.search(" ") == [] and index.blocking
-    together = index.search_all(["gold", " ", "tin"], 2)
-    alone = [index.search(query, 2) for query in ("gold", " ", "tin")]
-    for one, other in zip(together, alone, strict=True):
-        assert [hit.text for hit in one] == [hit.text for hit in other]
-
-
-@pytest.mark.parametrize("kind", ["Flat", "IVF8,SQ8", "HNSW8"])
-def test_kinds_of_faiss_find_the_nearest(checkpoint, tmp_path, monkeypatch, kind):
-    corpus, out, embedded = tmp_path / "corpus.jsonl", tmp_path / "index", Counter()
-    texts = [f"text {i}" for i in range(400)]
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-    class Drawn(corpus_module.Embedder):
-        """Draws a vector of 32 numbers, with the number in a text as the seed."""
-
-        def passages(self, texts):
-            embedded.update(texts)
-            seeds = [int("".join(filter(str.isdigit, text))) for text in texts]
-            drawn = [np.random.default_rng(seed).standard_normal(32) for seed in seeds]
-            vectors = np.array(drawn, np.float32)
-            return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-
-    monkeypatch.setattr(corpus_module, "Embedder", Drawn)
-    monkeypatch.setattr(corpus_module, "BLOCK", 100)
-    command = ["index", str(corpus), "--out", str(out), "--embed", str(checkpoint)]
-    assert main([*command, "--faiss", kind]) == 0
-    assert {*embedded.values()} == {1} and len(embedded) == 400
-    index = open_index(out, "cpu")
-    best, *others = index.search("395", k=3)
-    assert best.text == "text 395" and best.score == pytest.approx(1.0, abs=0.01)
-    assert len(others) == 2 and best.score > others[0].score >= others[1].score
-    lists = faiss.try_extract_index_ivf(faiss.read_index(str(out / "vectors.faiss")))
-    assert lists is None or lists.nprobe == 16
-
-
-def test_a_mistake_of_a_build_or_an_opening_is_one_line(checkpoint, pages, tmp_path, capsys):
-    out = tmp_path / "index"
-    assert build_index(pages, out, checkpoint) == 4
+    assert index.search(" ") == []
     with sqlite3.connect(out / "passages.sqlite") as database:
-        ((first,),) = database.execute("SELECT first FROM about")
-        database.execute("UPDATE about SET first = ?", (b"\0" * len(first),))
-    for path, says in (
-        (pages, "pages: no index; build it"),
-        (out, "these are the vectors of another embedder"),
-    ):
-        with pytest.raises(UserError, match=says) as refused:
-            open_index(path, "cpu")
-        assert "\n" not in str(refused.value)
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("\n")
-    arguments = [str(pages), "--out", str(out), "--embed", str(checkpoint), "--faiss"]
-    for given_, says in (
-        ([*arguments, "IVF64,SQ8"], "points (4) should be at least as large as number of clusters"),
-        ([*arguments, "none"], "--faiss none: could not parse index string none; give a kind of"),
-        ([str(empty), "--out", str(tmp_path / "new")], "no text to index"),
-        ([str(pages), "--out", str(out), "--faiss", "Flat"], "give --embed"),
-    ):
-        assert main(["index", *given_]) == 2
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith("tools.py: ") and says in error, error
-    assert not (tmp_path / "new").exists()
-    with sqlite3.connect(out / "passages.sqlite") as database:
-        database.execute("UPDATE about SET first = ?", (first,))
-    assert open_index(out).search("gold"), "a build that failed leaves what was there"
-
-
-def test_a_bad_file_of_passages_is_named_with_its_line(tmp_path):
-    path = tmp_path / "passages.jsonl"
-    with pytest.raises(UserError, match="passages.jsonl.*cannot be read"):
-        open_index(path)
-    right = "one of text, contents, content must be a text"
-    for content, complaint in (
-        ('{"text": "a"}\nnot json\n', "line 2: not JSON"),
-        ('{"text": "a"}\n\n{"txt": "b"}\n', f"line 3: {right}"),
-        ("\n", "no passage"),
-    ):
-        path.write_text(content)
-        with pytest.raises(UserError, match=f"passages.jsonl.*{complaint}"):
-            open_index(path)
+        database.execute("UPDATE about SET first = zeroblob(length(first))")
+    with pytest.raises(UserError, match="these are the vectors of another embedder"):
+        open_index(out, "cpu")

@@ -2,12 +2,10 @@
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -22,16 +20,10 @@ from nanorchestra.tools.sandbox import Sandbox
 @pytest.mark.parametrize(
     "code, stdout, error",
     [
-        ("17*23", "391\n", ""),
         ("x = 4\nprint(x)\nx**2", "4\n16\n", ""),
-        ("print(1)\nNone", "1\n", ""),
         ("'é😀'", "'é😀'\n", ""),
-        ("from __future__ import annotations\nfrom math import comb\ncomb(10, 3)", "120\n", ""),
-        ("import sys; sys.exit()", "", ""),
         ("print(1)\n1/0", "1\n", "ZeroDivisionError: division by zero (line 2)"),
-        ("x = = 1", "", "SyntaxError: invalid syntax (line 1)"),
         ("raise ValueError('a\\nb')", "", "ValueError: a b (line 1)"),
-        ("import sys; sys.exit('bad input')", "", "SystemExit: bad input (line 1)"),
         ("import os; os.close(1); os.close(2); 1/0", "", "exit status 1"),
         ("input()", "", "EOFError: EOF when reading a line (line 1)"),
         ("import ctypes; ctypes.string_at(0)", "", "killed by SIGSEGV"),
@@ -44,44 +36,30 @@ def test_a_program_shows_what_it_prints_its_last_expression_and_its_error(
     assert (result.stdout, result.error) == (stdout, error)
 
 
-@pytest.mark.parametrize(
-    "library, code, stdout",
-    [
-        ("numpy", "import numpy as np\nnp.linalg.inv(np.eye(1) * 2)", "array([[0.5]])\n"),
-        ("numpy", "import numpy\nnumpy.random.rand(1)", "array([0.5488135])\n"),
-        (
-            "sympy",
-            "from sympy.abc import x\nimport sympy\nsympy.factor(x**2 - 1)",
-            "(x - 1)*(x + 1)\n",
-        ),
-        ("pandas", "import pandas as pd\npd.Timestamp('2020-01-03').day_name()", "'Friday'\n"),
-    ],
-)
-def test_libraries_are_there_in_every_run_and_their_neighbours_are_not(
-    sandbox, library, code, stdout
-):
-    pytest.importorskip(library)
-    assert [sandbox.run(code).stdout for _ in range(2)] == [stdout] * 2
+def test_numpy_is_there_in_every_run_and_its_neighbours_are_not(sandbox):
+    draw = "import numpy\nnumpy.random.rand(1)"
+    assert [sandbox.run(draw).stdout for _ in range(2)] == ["array([0.5488135])\n"] * 2
     assert "No module named 'pytest'" in sandbox.run("import pytest").error
-    listed = sandbox.run(f"import os, {library}\nos.listdir({library}.__path__[0] + '/..')")
+    listed = sandbox.run("import os, numpy\nos.listdir(numpy.__path__[0] + '/..')")
     assert "PermissionError" in listed.error
-    assert "MemoryError" in sandbox.run(f"import {library}\nx = bytearray(1 << 30)").error
+    assert "MemoryError" in sandbox.run("import numpy\nx = bytearray(1 << 30)").error
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "print('begun')\nimport time\ntime.sleep(60)",
-        "while True: pass",
-        "import signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
-        "    except OSError: pass\nwhile True: pass",
-    ],
-)
-def test_what_does_not_end_is_ended(sandbox, code):
-    result = sandbox.run(code, timeout_s=0.15)
-    assert result.error == "timed out after 0.15 s"
-    assert 0.15 <= result.seconds < 1.0
-    assert result.stdout == ("begun\n" if "begun" in code else "")
+IGNORE = """
+import signal
+print("begun")
+for s in range(1, 32):
+    try: signal.signal(s, signal.SIG_IGN)
+    except OSError: pass
+while True: pass
+"""
+
+
+def test_what_does_not_end_is_ended(sandbox):
+    for code, stdout in ((IGNORE, "begun\n"), ("import time\ntime.sleep(60)", "")):
+        result = sandbox.run(code, timeout_s=0.15)
+        assert (result.error, result.stdout) == ("timed out after 0.15 s", stdout)
+        assert 0.15 <= result.seconds < 1.0
 
 
 def test_memory_output_and_file_sizes_are_bounded(sandbox):
@@ -90,7 +68,6 @@ def test_memory_output_and_file_sizes_are_bounded(sandbox):
     assert flood.stdout == "x" * 8192 + "\n[cut after 8192 bytes]\n" and flood.error == ""
     endless = sandbox.run("while True: print('x' * 10_000)")
     assert "File too large" in endless.error and len(endless.stdout) < 8300
-    assert sandbox.run("raise ValueError('x' * 10**6)").error == "ValueError: " + "x" * 488
     many = "import os\npipes = [os.pipe() for i in range(100)]"
     assert "Too many open files" in sandbox.run(many).error
 
@@ -99,13 +76,9 @@ def test_memory_output_and_file_sizes_are_bounded(sandbox):
     "attempt",
     [
         "os.fork()",
-        "os.execv('/bin/true', ['true'])",
-        "__import__('threading').Thread(target=print).start()",
         "__import__('socket').socket()",
         "os.kill(os.getppid(), 9)",
         "os.chmod('/', 0o777)",
-        "os.mkdir('/tmp/made')",
-        "os.symlink('/etc', 'link')",
         "__import__('resource').setrlimit(__import__('resource').RLIMIT_AS, (-1, -1))",
         "open('/etc/passwd')",
         "open('/proc/%d/environ' % os.getppid())",
@@ -126,10 +99,8 @@ def test_raw_system_calls_are_refused_as_well(sandbox):
     for call in (
         "fork()",
         "socket(2, 1, 0)",
-        "prctl(1, 0, 0, 0, 0)",
         "syscall(425, 8, 0)",
         "fcntl(1, 8, 1)",  # F_SETOWN
-        "ioctl(1, 0x541b, 0)",  # FIONREAD
         "madvise(0, 4096, 12)",  # MADV_MERGEABLE
         "mmap(0, 4096, 3, 0x42022, -1, 0)",  # MAP_LOCKED, MAP_HUGETLB
         "pipe2(0, 128)",  # O_NOTIFICATION_PIPE
@@ -155,16 +126,10 @@ os.write(w, b"x")
 attributes = fcntl.ioctl(open("f", "w"), 0x80086601, bytes(8))
 fcntl.ioctl(open("f", "w"), 0x40086602, attributes)
 """,
-    "a file opened to read is emptied": "os.open({book!r}, os.O_RDONLY | os.O_TRUNC)",
     "a file opened to neither read nor write is emptied": "os.open({book!r}, 3 | os.O_TRUNC)",
     "root maps the page at 0": """
 if c.mmap(ctypes.c_void_p(0), 4096, 3, 0x32, -1, 0) is not None and ctypes.get_errno():
     raise OSError
-""",
-    "files fill a disk": """
-for i in range(6):
-    with open(str(i), "wb") as file:
-        file.write(bytes(15 << 20))
 """,
     "deleted files that are still mapped fill a disk": """
 for i in range(6):
@@ -212,7 +177,7 @@ def test_attacks_that_worked_once(attack, copied_sandbox, tmp_path):
         one.run(SECRETS)
         program = textwrap.indent(attack.format(victim=victim.pid, book=str(book)), "    ")
         refused = "except OSError:\n    print('held')"
-        result = one.run(f"{NATIVE}\ntry:\n{program}\n    print('fell')\n{refused}")
+        result = one.run(f"{NATIVE}\ntry:\n{program}\n    print('fell')\n{refused}", 30.0)
         assert (result.stdout, result.error) == ("held\n", "")
         assert book.read_text() == "a library" and victim.poll() is None
         result = one.run("import os\nos.listdir('.' if os.getcwd() != '/' else '/lib')[:0]")
@@ -221,40 +186,23 @@ def test_attacks_that_worked_once(attack, copied_sandbox, tmp_path):
     victim.wait()
 
 
-def test_a_program_has_no_capability_and_leaves_no_core():
-    """Also where root runs it."""
-    with Sandbox(workers=1) as one:
-        run = threading.Thread(target=one.run, args=("import time\ntime.sleep(60)", 0.3))
-        worker = one._idle.queue[0].process.pid
-        run.start()
-        child = wait_for(lambda: child_of(worker))
-        status = wait_for(
-            lambda: re.search(r"Seccomp:\t2", Path(f"/proc/{child}/status").read_text())
-        )
-        rights = dict(line.split(":\t", 1) for line in status.string.splitlines())
-        assert int(rights["CapPrm"], 16) == int(rights["CapEff"], 16) == 0
-        assert rights["NoNewPrivs"] == "1"
-        assert os.stat(f"/proc/{child}/stat").st_uid == 0  # not its user's, as of one without cores
-        run.join()
-
-
 def test_no_secret_and_no_descriptor_of_the_caller(monkeypatch):
     monkeypatch.setenv("API_KEY", "secret-value")
     leak = os.open(__file__, os.O_RDONLY)
     os.set_inheritable(leak, True)
-    opened = (
-        "import os\nopened = []\nfor i in range(300):\n"
-        "    try: os.fstat(i); opened.append(i)\n    except OSError: pass\nopened"
-    )
+    opened = "import os\nfor i in range(300):\n    try: os.fstat(i); print(i)\n"
+    opened += "    except OSError: pass"
     with Sandbox(workers=1) as fresh:
         assert fresh.run("import os; dict(os.environ)").stdout == "{}\n"
-        assert fresh.run(opened).stdout == "[0, 1, 2]\n"
-        with open(f"/proc/{fresh._idle.queue[-1].process.pid}/environ", "rb") as environment:
-            assert environment.read() == b"PYTHONHASHSEED=0\0"
+        assert fresh.run(opened).stdout == "0\n1\n2\n"
+        environment = Path(f"/proc/{fresh._idle.queue[-1].process.pid}/environ")
+        assert environment.read_bytes() == b"PYTHONHASHSEED=0\0"
     os.close(leak)
 
 
-def test_a_run_sees_nothing_of_the_one_before_and_repeats_itself(scratch):
+def test_a_run_sees_nothing_of_the_one_before_and_repeats_itself(sandbox):
+    if sandbox.run("open('f', 'w')").error:
+        pytest.skip("this machine does not let a process make namespaces of its own")
     change = "import math, builtins\nmath.pi = builtins.x = 3\nopen('note', 'w').write('hello')"
     look = "import math, os\n(math.pi > 3.1, 'x' in dir(__builtins__), os.listdir('.'))"
     draw = "import random\n(random.random(), list({'a', 'b', 'c', 'd', 'e'}))"
@@ -264,20 +212,10 @@ def test_a_run_sees_nothing_of_the_one_before_and_repeats_itself(scratch):
         assert first.run(draw).stdout == first.run(draw).stdout == second.run(draw).stdout
 
 
-def test_a_closed_sandbox_leaves_no_process_and_no_file_open_and_can_be_used_again():
-    one = Sandbox(workers=1)
-    (worker,) = one._idle.queue
-    process, control, files = worker.process, worker.control, worker.files
-    one.close()
-    one.close()
-    assert process.returncode is not None and control.fileno() == -1
-    assert all(file.closed for file in files)
-    assert one.run("1+1").stdout == "2\n"
-    one.close()
-
-
-def test_a_stopped_worker_is_ended_and_replaced(monkeypatch):
-    """A deadline that the worker keeps alone would never come. Its program is not to blame."""
+def test_a_stopped_worker_is_ended_and_replaced_and_one_that_is_not_free_is_no_error_of_the_code(
+    monkeypatch,
+):
+    """A deadline that the worker keeps alone would never come."""
     monkeypatch.setattr(sandbox_module, "GRACE_S", 0.2)
     with Sandbox(workers=1) as one:
         process = one._idle.queue[0].process
@@ -289,10 +227,14 @@ def test_a_stopped_worker_is_ended_and_replaced(monkeypatch):
         assert process.returncode == -signal.SIGKILL
         monkeypatch.undo()
         assert one.run("1+1").stdout == "2\n"
+        monkeypatch.setattr(sandbox_module, "WAIT_S", 0.1)
+        worker = one._idle.get()
+        result = one.run("1+1")
+        assert result.died and "no worker of the sandbox was free" in result.error
+        one._idle.put(worker)
 
 
-@pytest.mark.parametrize("killed", ["owner", "owner and worker"])
-def test_nothing_is_left_when_the_owner_is_killed(killed, tmp_path):
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     """The owner gets SIGKILL in the middle of a run: it cannot clean up, its worker must."""
     program = textwrap.dedent("""
         from nanorchestra.tools.sandbox import Sandbox
@@ -305,10 +247,6 @@ def test_nothing_is_left_when_the_owner_is_killed(killed, tmp_path):
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     worker = int(owner.stdout.readline())
     child = wait_for(lambda: child_of(worker))
-    if killed == "owner and worker":
-        owner.send_signal(signal.SIGSTOP)
-        os.kill(worker, signal.SIGKILL)
-        wait_for(lambda: gone(child))
     owner.kill()
     owner.wait()
     owner.stdout.close()
@@ -351,13 +289,6 @@ def copied_sandbox(monkeypatch, tmp_path):
     return replace
 
 
-@pytest.fixture
-def scratch(sandbox):
-    """Skips a test of files where the machine lets a program write none."""
-    if sandbox.run("open('f', 'w')").error:
-        pytest.skip("this machine does not let a process make namespaces of its own")
-
-
 def child_of(pid) -> str | None:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return next(iter(file.read().split()), None)
@@ -365,8 +296,7 @@ def child_of(pid) -> str | None:
 
 def gone(pid) -> bool:
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
 
@@ -379,39 +309,16 @@ def wait_for(condition):
     return value
 
 
-def test_packages_beside_pythons_library_cannot_be_read(sandbox):
-    library = os.path.dirname(os.__file__)
-    pip = os.path.join(library, "site-packages", "pip", "__init__.py")
-    for file in (pip, "/usr/lib/python3/dist-packages/six.py"):
-        assert "PermissionError" in sandbox.run(f"open({file!r})").error or not os.path.exists(file)
-    listing = sandbox.run("import os; os.listdir('/usr/lib/python3/dist-packages')").error
-    assert "PermissionError" in listing or "FileNotFoundError" in listing
-    assert sandbox.run("import asyncio, sqlite3, zoneinfo, xml.dom, email.mime.text").error == ""
-
-
-def test_a_process_has_as_many_workers_as_its_share_of_the_cores(monkeypatch):
-    for cores, ranks, workers in ((2, 1, 2), (16, 1, 16), (16, 4, 4), (16, 8, 2), (192, 8, 16)):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: range(n))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert sandbox_module.workers_of_rank() == workers
-    monkeypatch.setattr(sandbox_module, "workers_of_rank", lambda: 3)
-    with Sandbox() as three:
-        assert three._idle.qsize() == 3
-        started = [worker for worker in three._idle.queue if worker.process]
-        assert len(started) == 1, "a worker is started when it is first needed"
-
-
 def test_a_run_whose_call_is_cancelled_ends_at_once(sandbox):
-    """It held its worker for the rest of its time-out: two loops kept all others out."""
+    """It held its worker for the rest of its time-out."""
 
     async def cancelled():
         call = asyncio.ensure_future(in_thread(sandbox.run, "while True: pass", 60.0))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.2)
         call.cancel()
         await asyncio.wait([call])
 
     start = time.monotonic()
-    for _ in range(2):
-        asyncio.run(cancelled())
+    asyncio.run(cancelled())
     assert sandbox.run("1").stdout == "1\n"
     assert time.monotonic() - start < 30
