@@ -24,6 +24,11 @@ def call(text="hi", name="echo"):
     return f"<think>\nt\n</think>\n\n<tool_call>\n{arguments}\n</tool_call><|im_end|>"
 
 
+def both(first, second):
+    """A turn that makes the calls of two turns."""
+    return first.replace("<|im_end|>", "\n") + second.split("\n\n")[1]
+
+
 def execute(env, call):
     """The result of a ToolCall without limits."""
     try:
