@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter, quants
 
 from nanorchestra.model.checkpoint import named_hf_tensors
 from nanorchestra.model.qwen3 import Qwen3
@@ -20,14 +20,6 @@ NAMES = {
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-# The bytes of a block that hold half-precision scales, where the package cannot quantise
-SCALES = {"Q4_K": (0, 2), "Q6_K": (208,)}
-
-
-def architecture_of(model: Qwen3) -> str:
-    return {(True, False): "qwen3", (False, True): "qwen2", (False, False): "llama"}[
-        model.config.qk_norm, model.config.attention_bias
-    ]
 
 
 def write_gguf(
@@ -44,7 +36,8 @@ def write_gguf(
 
     metadata: more keys, or other values. tensors: more of them, in fp32. writer: of GGUFWriter.
     """
-    config, architecture = model.config, architecture_of(model)
+    config = model.config
+    architecture = "qwen3" if config.qk_norm else "qwen2" if config.attention_bias else "llama"
     out = GGUFWriter(path, architecture, **writer)
     keys = {
         "block_count": config.num_hidden_layers,
@@ -62,8 +55,9 @@ def write_gguf(
     keys = {f"{architecture}.{key}": value for key, value in keys.items()}
     keys |= {} if tokenizer is None else tokenizer_metadata(tokenizer, pre, config.vocab_size)
     for key, value in (keys | (metadata or {})).items():
-        add(out, key, value)
-    rng = np.random.default_rng(0)
+        if value is not None:
+            out.add_key_value(key, value, GGUFValueType.get_type(value))
+    dtype = GGMLQuantizationType[kind]
     for name, tensor in named_hf_tensors(model):
         numbers = tensor.detach().float().numpy()
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
@@ -74,7 +68,7 @@ def write_gguf(
         if numbers.ndim == 1:
             out.add_tensor(name, numbers)
         else:
-            blocks, dtype = quantised(numbers, kind, rng)
+            blocks = quants.quantize(np.ascontiguousarray(numbers), dtype)
             out.add_tensor(name, blocks, raw_dtype=dtype)
     for name, numbers in (tensors or {}).items():
         out.add_tensor(name, numbers)
@@ -83,33 +77,6 @@ def write_gguf(
     out.write_tensors_to_file()
     out.close()
     return path
-
-
-def add(out: GGUFWriter, key: str, value) -> None:
-    """Adds a value in the type that llama.cpp's converter gives it; None leaves it out."""
-    if isinstance(value, bool):
-        out.add_bool(key, value)
-    elif isinstance(value, int):
-        out.add_uint32(key, value)
-    elif isinstance(value, float):
-        out.add_float32(key, value)
-    elif isinstance(value, str):
-        out.add_string(key, value)
-    elif value is not None:
-        out.add_array(key, value)
-
-
-def quantised(numbers, kind, rng) -> tuple[np.ndarray, GGMLQuantizationType]:
-    """Returns the blocks of a matrix; random ones where the package cannot quantise."""
-    dtype = GGMLQuantizationType[kind]
-    if kind not in SCALES:
-        return quants.quantize(np.ascontiguousarray(numbers), dtype), dtype
-    length, size = GGML_QUANT_SIZES[dtype]
-    blocks = rng.integers(0, 256, (len(numbers), numbers.shape[1] // length, size), np.uint8)
-    for at in SCALES[kind]:
-        scales = rng.uniform(0.0001, 0.001, blocks.shape[:2]).astype(np.float16)
-        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
-    return blocks.reshape(len(numbers), -1), dtype
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, pre: str, vocab_size: int) -> dict:
