@@ -10,58 +10,22 @@ import torch
 from nanorchestra import Engine, SamplingParams, chat
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.loop import Rollout
-from nanorchestra.agent.tool import Tool
 from nanorchestra.config import GrpoSection, RolloutSection
 from nanorchestra.model.checkpoint import PRESETS, named_hf_tensors
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import train_bpe
-from nanorchestra.records import Price, Task, ToolResult
-from nanorchestra.schemas import arguments_schema
+from nanorchestra.records import Price, Task
 from nanorchestra.training.grpo import as_group, group_advantages
 from nanorchestra.training.trainer import Trainer, UpdateMetrics
 
-STEPS, TASKS, GROUP = 3, 4, 8
-SETTINGS = RolloutSection(turns=2, turn_tokens=64, context_tokens=1024)
+STEPS, TASKS, GROUP = 3, 2, 8
+SETTINGS = RolloutSection(turns=2, turn_tokens=32, context_tokens=1024)
 
 
-# A world: sums, a calculator to do them with, and short answers, which alone are in reach of a
-# model of random weights.
-
-
-class Calculator(Tool):
-    """Adds."""
-
-    name, description, kind = "add", "Adds two numbers.", "function"
-    parameters = arguments_schema(a="integer", b="integer")
-
-    def call(self, arguments):
-        """Returns the sum."""
-        return ToolResult(str(arguments["a"] + arguments["b"]))
-
-
-class Sums:
-    """Tasks without end: sums, of which the shorter an answer the better."""
-
-    name = "sums"
-
-    def size(self, split):
-        """Returns None: without end."""
-
-    def task(self, split, index):
-        """Returns the task of a place."""
-        return Task(f"{split}-{index}", f"What is {index} plus {index + 1}?", world=self.name)
-
-    def environment(self, task, seed):
-        """Returns one attempt at a task."""
-        return ToolEnvironment(task, [Calculator()], lambda answer: 1 / (1 + len(answer)))
-
-
-def generate(engine):
-    """Returns two completions of a prompt, greedy and drawn."""
-    messages = [{"role": "user", "content": "What is 1 plus 2?"}]
-    ids = chat.encode(engine.tokenizer, messages, tools=None)
-    params = SamplingParams(temperature=0.0, max_tokens=8, seed=0), SamplingParams(max_tokens=8)
-    return engine.generate([ids, ids], list(params))
+def environment(number):
+    """A sum. Short answers, which alone are in reach of random weights, are the better ones."""
+    task = Task(f"train-{number}", f"What is {number} plus {number + 1}?")
+    return ToolEnvironment(task, [], lambda answer: 1 / (1 + len(answer)))
 
 
 def update(trainer, groups, learning_rate):
@@ -85,19 +49,20 @@ def main():
     trained.init_weights(0)
     engine = Engine(sampling, tokenizer)
     engine.update_weights(named_hf_tensors(trained))
-    assert all(len(done.token_ids) == len(done.logprobs) > 0 for done in generate(engine))
+    prompt = chat.encode(tokenizer, [{"role": "user", "content": "What is 1 plus 2?"}], tools=None)
+    (done,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=8, seed=0))
+    assert len(done.token_ids) == len(done.logprobs) > 0
 
     def params(seed, budget):
         return SamplingParams(budget, seed=seed)
 
     player = Rollout(engine, tokenizer, params, SETTINGS, Price(0.0, 0.0))
-    trainer, world = Trainer(trained, vocab_limit=tokenizer.vocab_size), Sums()
+    trainer = Trainer(trained, vocab_limit=tokenizer.vocab_size)
     trainer.begin_grpo(GrpoSection(kl_coef=0.0))
     for step in range(STEPS):
-        tasks = [world.task("train", step * TASKS + number) for number in range(TASKS)]
-        tasks = [task for task in tasks for _ in range(GROUP)]
-        seeds = range(step * len(tasks), (step + 1) * len(tasks))
-        attempts = player.run([world.environment(task, 0) for task in tasks], list(seeds))
+        first = step * TASKS * GROUP
+        seeds = list(range(first, first + TASKS * GROUP))
+        attempts = player.run([environment(seed // GROUP) for seed in seeds], seeds)
         groups = []
         for start in range(0, len(attempts), GROUP):
             members = attempts[start : start + GROUP]

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SHUT = [f"nanorchestra.{package}" for package in ("formats", "tools", "serving", "report")]
-SHUT += ["worlds", "tools"]
-PROGRAM = f"""
+PROGRAM = """
 import runpy, sys
 
 class Shut:
+    around = "nanorchestra.formats nanorchestra.tools nanorchestra.serving nanorchestra.report"
+
     def find_spec(self, name, path=None, target=None):
-        if any(name == each or name.startswith(each + ".") for each in {SHUT}):
-            raise ImportError(f"the core imports {{name}}")
+        if any(f"{name}.".startswith(f"{each}.") for each in f"{self.around} worlds tools".split()):
+            raise ImportError(f"the core imports {name}")
 
 sys.meta_path.insert(0, Shut())
 runpy.run_path("tests/core_alone.py", run_name="__main__")
@@ -25,6 +24,7 @@ runpy.run_path("tests/core_alone.py", run_name="__main__")
 @pytest.mark.slow
 def test_the_core_generates_and_trains_alone():
     """In another process: a package that another test has imported stays importable."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True)
+    run = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(run, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("reward") == 3

@@ -18,11 +18,6 @@ def test_a_check_of_the_walk_agrees(check):
     assert check().agree
 
 
-def test_a_check_that_is_not_there_is_one_line(capsys):
-    assert walk.main(["7"]) == 2
-    assert capsys.readouterr().err == "docs/walk.py: there is no check '7'; there are 1 to 3\n"
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/engine.md", "docs/kernels.md", "docs/walk.md"])
 def test_a_page_names_only_files_that_exist(page):
     if not (ROOT / ".git").exists():
@@ -34,12 +29,3 @@ def test_a_page_names_only_files_that_exist(page):
         assert any(file.endswith("/" + name) for file in files), name
     for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
         assert (ROOT / page).parent.joinpath(target).exists(), target
-
-
-def test_the_reading_order_is_that_of_both_pages_and_counts_its_files():
-    readme, engine = ((ROOT / page).read_text() for page in ("README.md", "docs/engine.md"))
-    mapped = re.search(r"\n1\. the loop.*?\n\n", readme, re.DOTALL)[0]
-    order = re.findall(r"\]\((\S+)\)", mapped)
-    assert order == re.findall(r"^\| \d+ \| \[\S+\]\(\.\./(\S+)\)", engine, re.MULTILINE)
-    assert len(order) == 26 and all((ROOT / file).is_file() for file in order)
-    assert "Twenty-six files" in readme and "Twenty-six files" in engine

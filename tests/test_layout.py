@@ -12,27 +12,18 @@ import pytest
 ROOT = Path(__file__).parents[1]
 COMMANDS = {"train", "serve", "evaluate", "data_gen"}
 # What the files of a place may import of the project, beside their own package.
-ROOT_FILES = {"nanorchestra"}
-BELOW = {
-    "kernels": set(),
-    "nanorchestra": set(),
-    "nanorchestra.model": ROOT_FILES | {"kernels"},
-}
+BELOW = {"kernels": set(), "nanorchestra": set(), "nanorchestra.model": {"nanorchestra", "kernels"}}
 BELOW["nanorchestra.engine"] = BELOW["nanorchestra.model"] | {"nanorchestra.model"}
 BELOW["nanorchestra.agent"] = BELOW["nanorchestra.engine"] | {"nanorchestra.engine"}
-BELOW["nanorchestra.formats"] = BELOW["nanorchestra.agent"] | {
-    "nanorchestra.agent",
-    "nanorchestra.tools",
-}
-BELOW["nanorchestra.tools"] = BELOW["nanorchestra.formats"] | {"nanorchestra.formats"}
-BELOW["nanorchestra.serving"] = BELOW["nanorchestra.formats"]
-BELOW["nanorchestra.training"] = BELOW["nanorchestra.agent"] | {"nanorchestra.agent"}
-BELOW["nanorchestra.report"] = BELOW["nanorchestra.training"] | {"nanorchestra.training"}
+CORE = BELOW["nanorchestra.agent"] | {"nanorchestra.agent"}
+BELOW["nanorchestra.training"] = CORE
+BELOW["nanorchestra.formats"] = BELOW["nanorchestra.serving"] = CORE | {"nanorchestra.tools"}
+BELOW["nanorchestra.tools"] = CORE | {"nanorchestra.formats"}
+BELOW["nanorchestra.report"] = CORE | {"nanorchestra.training"}
 BELOW["tools"] = BELOW["reward"] = set(BELOW) - {"tools", "reward"}
 BELOW["worlds"] = BELOW["tools"] | {"tools", "reward"}
 BELOW |= {name: BELOW["worlds"] | {"worlds"} for name in COMMANDS}
 BELOW["docs"] = BELOW["worlds"] | {"worlds"} | COMMANDS
-CORE = {f"nanorchestra.{package}" for package in ("model", "engine", "agent", "training")}
 
 OUTSIDE = "tests/", "benchmarks/", "examples/"  # examples are programs of users
 OPTIONAL = {"gguf", "huggingface_hub", "litellm", "pyarrow", "tau2"}
@@ -40,17 +31,8 @@ OPTIONAL = {"gguf", "huggingface_hub", "litellm", "pyarrow", "tau2"}
 DOORS = {f"nanorchestra.formats.{name}" for name in ("hub", "gguf", "template")}
 LAZY = DOORS | {"nanorchestra.tools.mcp", "nanorchestra.serving.retrieval"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
-TORCH_FREE = (
-    "engine.scheduler",
-    "engine.block_manager",
-    "engine.sequence",
-    "engine.guide",
-    "engine.stream",
-    "model.chat",
-    "model.parser",
-    "records",
-    "agent.loop",
-)
+TORCH_FREE = "engine.scheduler engine.block_manager engine.sequence engine.guide engine.stream"
+TORCH_FREE += " model.chat model.parser records agent.loop"
 
 # Packages whose modules have another name; that uvicorn takes by itself; of tau2-bench and Parquet.
 PACKAGES = {"faiss": "faiss-cpu", "tomli_w": "tomli-w"}
@@ -74,29 +56,22 @@ def files():
 FILES = files()
 
 
-def imports(tree):
+def imports(node, inside=False):
     """(imported module, whether inside a function) of every import in a file."""
-    inside = {
-        node
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    unread = {
-        node
-        for condition in ast.walk(tree)
-        if isinstance(condition, ast.If) and ast.unparse(condition.test) == "TYPE_CHECKING"
-        for node in ast.walk(condition)
-    }
-    for node in set(ast.walk(tree)) - unread:
-        if isinstance(node, ast.ImportFrom):
-            assert not node.level, "imports are absolute"
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield whole if whole in FILES else node.module, node in inside
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node in inside
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom):
+            assert not child.level, "imports are absolute"
+            for alias in child.names:
+                whole = f"{child.module}.{alias.name}"
+                yield whole if whole in FILES else child.module, inside
+        elif isinstance(child, ast.Import):
+            for alias in child.names:
+                yield alias.name, inside
+        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        elif isinstance(child, ast.stmt | ast.excepthandler):
+            function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from imports(child, inside or function)
 
 
 def place(module):
@@ -106,43 +81,31 @@ def place(module):
     return package if package in BELOW else parts[0]
 
 
-TREES = {module: ast.parse((ROOT / path).read_text()) for module, path in FILES.items()}
+IMPORTS = {
+    module: [*imports(ast.parse((ROOT / path).read_text()))] for module, path in FILES.items()
+}
 
 
-@pytest.mark.parametrize("module", FILES)
-def test_imports_point_down(module):
-    here = place(module)
-    for imported, inside in imports(TREES[module]):
-        top = imported.split(".")[0]
-        assert top not in FRAMEWORKS, f"{module} imports {imported}"
-        if inside and here not in COMMANDS and imported not in LAZY:
-            assert top in OPTIONAL, f"{module} imports {imported} inside a function"
-        if top in BELOW and module != "nanorchestra":
-            there = place(imported)
-            assert there == here or there in BELOW[here], f"{module} imports {imported}"
-
-
-def test_the_core_never_reaches_what_is_around_it():
-    """What the core imports, and what that imports, has no file of the doors."""
-    waiting = [module for module in FILES if place(module) in CORE]
-    reached = set(waiting)
-    while waiting:
-        for imported, _ in imports(TREES[waiting.pop()]):
-            if imported in FILES and imported not in reached:
-                reached.add(imported)
-                waiting.append(imported)
-    doors = ("formats", "tools", "serving", "report")
-    around = {"worlds", *(f"nanorchestra.{door}" for door in doors)}
-    assert not [module for module in reached if place(module) in around]
+def test_imports_point_down():
+    wrong = []
+    for module, found in IMPORTS.items():
+        here = place(module)
+        for imported, inside in found:
+            top, there = imported.split(".")[0], place(imported)
+            late = inside and here not in COMMANDS and imported not in LAZY
+            up = top in BELOW and there != here and there not in BELOW[here]
+            if top in FRAMEWORKS or (late and top not in OPTIONAL):
+                wrong.append(f"{module} imports {imported}, which no file may")
+            elif up and module != "nanorchestra":
+                wrong.append(f"{module} imports {imported}, which is above it")
+    assert not wrong
 
 
 def test_there_is_no_circle_of_imports():
-    graph = {
-        module: {
-            imported for imported, _ in imports(tree) if imported in FILES and imported != module
-        }
-        for module, tree in TREES.items()
-    }
+    graph = {}
+    for module, found in IMPORTS.items():
+        imported = {name for name, _ in found}
+        graph[module] = (imported & FILES.keys()) - {module}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -150,7 +113,7 @@ def test_there_is_no_circle_of_imports():
 
 
 def test_the_logic_of_the_engine_and_the_loop_loads_without_torch():
-    modules = ", ".join(f"nanorchestra.{name}" for name in TORCH_FREE)
+    modules = ", ".join(f"nanorchestra.{name}" for name in TORCH_FREE.split())
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -162,14 +125,11 @@ def packages(name):
 
 
 def test_requirements_are_what_the_files_import_and_each_has_a_reason():
-    tops = {name.split(".")[0] for tree in TREES.values() for name, _ in imports(tree)}
+    tops = {name.split(".")[0] for found in IMPORTS.values() for name, _ in found}
     tops -= {*sys.stdlib_module_names, *(module.split(".")[0] for module in FILES)}
     imported = {PACKAGES.get(top, top) for top in tops - ELSEWHERE}
     listed, optional = packages("requirements.txt"), packages("requirements-mcp.txt")
     assert listed | optional == imported | UNNAMED
-    for module, tree in TREES.items():
-        tops = {name.split(".")[0] for name, _ in imports(tree)}
-        assert module.endswith(".mcp") or not tops & optional, f"{module} imports what is optional"
     assert packages("requirements-gpu.txt") ^ listed == {"faiss-cpu", "faiss-gpu", "triton"}
     page = (ROOT / "CONTRIBUTING.md").read_text()
     table = re.findall(r"^\| (`.*?`) \|", page.split("## Packages")[1].split("## ")[0], re.M)
