@@ -82,12 +82,8 @@ class Running:
             task = Task("asked", question, preference, data=self.data)
             return ToolEnvironment(task, [tool or EchoTool()], lambda answer: 0.0)
 
-        rollout = Rollout(
-            engine,
-            engine.tokenizer,
-            None,
-            RolloutSection(turns=8, turn_tokens=200, context_tokens=400),
-        )
+        limits = RolloutSection(turns=8, turn_tokens=200, context_tokens=400)
+        rollout = Rollout(engine, engine.tokenizer, None, limits)
         defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
         self.server = Server(rollout, "nano", environment, defaults, **settings)
         listening = socket.create_server(("127.0.0.1", 0))
