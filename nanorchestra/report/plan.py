@@ -86,8 +86,8 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
         (2 + 4) R          at the end: the gradients of the root, and that input
         2 (R + L)          of a reference: its root and last layer, which stay gathered
 
-    and T tokens have, beside what layers keep, gradients of a layer's output (h), of the product of
-    gate and up (I) and of both (2 I), all in bf16.
+    and T tokens have, beside what layers keep, gradients of a layer's output (h) and of gate and up
+    (2 I); that of their product takes the place of the product itself. All are in bf16.
     """
     config, costs, total, trained = setup.config, setup.costs, setup.costs.numbers, setup.trained
     grpo, rollout, full = config.grpo, config.rollout, not config.lora.rank
@@ -108,7 +108,7 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     kept = layers * costs.activations
     if config.parallel.activation_checkpointing:
         kept = layers * hidden + costs.activations
-    kept += hidden + 3 * setup.model.intermediate_size
+    kept += hidden + 2 * setup.model.intermediate_size
     activations = 2 * grpo.token_budget * kept
     if full:
         gathered = max(gathered, (2 + 4) * root - activations)
