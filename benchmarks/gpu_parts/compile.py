@@ -43,7 +43,12 @@ REGISTERS = 65536  # of a multiprocessor
 PRODUCT = re.compile(r"\b(?:[HI]G?MMA|UTCHMMA)\b")
 WIDE_PRODUCT = {90: "HGMMA", 100: "UTCHMMA"}  # of many rows; HMMA on other GPUs
 # Bytes a thread spills on GPUs whose tiles were not chosen on a card.
-SPILLS = {("_attend_chunks", 100): 8, ("_attend_chunks", 120): 72}
+SPILLS = {
+    ("_attend_chunks", 100): 8,
+    ("_attend_chunks", 120): 72,
+    ("flash_forward", 100): 32,
+    ("flash_backward_keys", 120): 8,
+}
 TOKENS = (1, 777, 2000)  # a kernel is compiled once for all of them
 
 
