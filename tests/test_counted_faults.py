@@ -25,7 +25,7 @@ from run_rows import TIMINGS
 import evaluate
 import train
 from nanorchestra.errors import UserError
-from nanorchestra.files import read_json, replace_directory, write_whole
+from nanorchestra.files import read_json, write_whole
 from nanorchestra.model.checkpoint import load_checkpoint, named_hf_tensors
 from nanorchestra.training import checkpoint
 from nanorchestra.training.checkpoint import Checkpoints, notes_of, whole_checkpoints
@@ -170,30 +170,6 @@ def test_a_checkpoint_is_whole_or_the_one_before_is_the_newest(
         assert all(torch.equal(read[name], x) for name, x in states[newest.name].items())
 
     assert each_fault(folder, before, fault, work, check) >= 8
-
-
-@every_fault
-def test_a_directory_is_the_old_one_or_the_new_one(tmp_path, fault):
-    before, folder = tmp_path / "before", tmp_path / "folder"
-    (before / "model").mkdir(parents=True)
-    for name in ("weights", "config"):
-        (before / "model" / name).write_text("old")
-
-    def work():
-        with replace_directory(folder / "model") as directory:
-            for name in ("weights", "config"):
-                (directory / name).write_text("new")
-
-    def check(done):
-        assert fault != ONCE or (folder / "model").exists()
-        with pytest.raises(KeyboardInterrupt), replace_directory(folder / "model"):
-            raise KeyboardInterrupt  # the next one finds what a kill has left
-        texts = {file.name: file.read_text() for file in (folder / "model").iterdir()}
-        assert texts in (dict.fromkeys(texts, "old"), dict.fromkeys(texts, "new"))
-        assert len(texts) == 2 and ("new" in texts.values() or not done)
-        assert [entry.name for entry in folder.iterdir()] == ["model"]
-
-    assert each_fault(folder, before, fault, work, check) == 8
 
 
 def rows(text: bytes) -> str:

@@ -1,7 +1,4 @@
-"""Settings: read from TOML and the command line, written and read back; shipped; in the help.
-
-What is wrong with one is in the table of tests/test_errors.py.
-"""
+"""Settings: read from TOML and the command line, written and read back; shipped; in the help."""
 
 from __future__ import annotations
 

@@ -41,14 +41,6 @@ def test_every_sampled_id_is_predicted_from_exactly_its_past(drawn):
     assert packed.pairs == (packed.positions + 1).sum()
 
 
-def test_shared_beginnings_are_laid_once():
-    world, question, thought = list(range(20)), [50, 51], list(range(60, 90))
-    samples = [Sample(thought + [i], [True] * 31, [-1.0] * 31, 0.5 * i) for i in range(4)]
-    packed = pack([grouped(world + question, samples), grouped(world + [99], samples[:1])])
-    assert len(packed.tokens) == 20 + 2 + 30 + 4 + 1 + 31
-    assert packed.advantages.tolist() == [0.5 * i for i in (0, 1, 2, 3, 0) for _ in range(31)]
-
-
 def test_every_rank_gets_a_fair_share_and_equally_many_micro_batches():
     rng = random.Random(0)
     for ranks in (1, 2, 3, 4):
@@ -70,10 +62,3 @@ def test_every_rank_gets_a_fair_share_and_equally_many_micro_batches():
                 assert len(batch) < 2 or sum(group.tokens for group in batch) <= 100
             loads = [sum(g.tokens for batch in share for g in batch) for share in shares]
             assert max(loads) <= 1.5 * sum(loads) / ranks + 63
-
-
-def test_only_a_group_above_the_budget_is_halved():
-    groups = [grouped([0] * 4, [Sample([1], [True], [0.0])] * count) for count in (8, 1)]
-    for budget, expected in ((17, [[8, 1]]), (12, [[8], [1]]), (11, [[4], [4], [1]])):
-        (batches,) = divide(groups, 1, budget, lambda group: group.tokens)
-        assert [[len(group.samples) for group in batch] for batch in batches] == expected

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.world import Lesson
 from nanorchestra.config import Config
@@ -31,22 +29,10 @@ class Coin:
         return env, [Lesson("a guess", side, logprob=math.log(0.5))]
 
 
-@pytest.fixture
-def demonstrations():
-    return Demonstrations(Config().replace(SETTINGS), Coin(), Tokenizer.from_dir(NANO))
-
-
-def test_demonstrations_of_one_task_share_its_prompt(demonstrations):
-    groups = demonstrations.groups(1, 3, Ranks())
-    assert [len(group.samples) for group in groups] == [2, 2, 2]
-    for group in groups:
-        first, second = (sample.ids for sample in group.samples)
-        assert first != second and first[: group.shared] == second[: group.shared]
-        assert not any(any(sample.loss_mask[: group.shared]) for sample in group.samples)
-
-
-def test_the_steps_end_when_the_loss_is_the_entropy_of_the_teacher(demonstrations):
+def test_the_steps_end_when_the_loss_is_the_entropy_of_the_teacher():
+    demonstrations = Demonstrations(Config().replace(SETTINGS), Coin(), Tokenizer.from_dir(NANO))
     groups = demonstrations.groups(0, 3, Ranks())
+    assert [len(group.samples) for group in groups] == [2, 2, 2], "demonstrations of one task"
     count = sum(sample.loss_ids for group in groups for sample in group.samples)
     entropy = 6 * math.log(2) / count  # nats per id: six coins
 
