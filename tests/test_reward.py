@@ -16,7 +16,6 @@ from reward import (
     features,
     group_rewards,
     normalise,
-    preference_score,
     reward_parts,
     task_rewards,
     weights,
@@ -129,15 +128,6 @@ def test_defects_of_the_published_code():
         assert group_rewards(group, preference) == near(expected), defect
 
 
-def test_an_avoided_tool_costs_its_weight_but_is_never_worse_than_failing():
-    preference = Preference("", 1.0, tools={"expert": -2.0})
-    group = [attempt(), attempt(expert=3), attempt(0)]
-    obeyed, disobeyed, wrong = group_rewards(group, preference)
-    assert obeyed - disobeyed == pytest.approx(2.0) and disobeyed > wrong == 0.0
-    obeyed, disobeyed = group_rewards(group[:2], preference)  # it shows when all are right too
-    assert obeyed - disobeyed == pytest.approx(2.0)
-
-
 def test_task_rewards_by_hand():
     preference = Preference("", 1.0, 0.5, 0.5, {"expert": -0.8})
     table = [
@@ -151,12 +141,6 @@ def test_task_rewards_by_hand():
     members = [member for member, _ in table]
     expected = [value for _, value in table]
     assert task_rewards(members, preference, BOUNDS) == near(expected)
-    parts = reward_parts(members, preference, BOUNDS)
-    assert list(parts) == ["outcome", "cost", "latency", "tools"]
-    assert sum(parts.values()) == near(expected)
-    assert [values[2] for values in parts.values()] == near([0.5, 0.125, 0.1875, -0.4])
-    assert task_rewards([], preference, BOUNDS).shape == (0,)
-
     favour = Preference("", 1.0, tools={"search": 1.0})
     rewards = task_rewards([attempt(search=n) for n in (0, 1, 50)], favour, BOUNDS)
     assert rewards.tolist() == [0.5, 1.0, 1.0]  # repeated calls earn nothing more
@@ -167,24 +151,3 @@ def test_task_rewards_by_hand():
     assert task_rewards([attempt(), attempt(expert=1)], nothing, BOUNDS).tolist() == [0.0, 0.0]
     # Prices are for a million tokens; the published evaluation divides one by ten million.
     assert PRICES["gpt-5"].cost(1_000_000, 0) == 1.25
-
-
-def test_within_bounds_of_no_width_no_attempt_can_save_anything():
-    flat, both = Bounds((0.02, 0.02), (0.0, 0.0)), Preference("", 1.0, 1.0, 1.0)
-    rewards = task_rewards([attempt(1, 0.02), attempt(1, 0.03)], both, flat)
-    assert rewards == near([1.0, 2 / 3])
-
-
-def test_share_of_the_preference_honoured():
-    avoid = Preference("", cost=1.0, tools={"expert": -3.0})
-    favour = Preference("", tools={"search": 1.0, "expert": 0.0})
-    for member, preference, expected in (
-        (attempt(0, 0.1, 20, expert=1), Preference(), 1.0),
-        (attempt(0, 0.025, 20), Preference("", cost=1.0), 0.75),
-        (attempt(1, 0.0, 20.0), Preference("", 3.0, 1.0, 1.0), 0.5),
-        (attempt(1, 0.0, 0, expert=2), avoid, 0.25),
-        (attempt(1, 0.1, 0, expert=0), avoid, 0.75),
-        (attempt(1, 0.1, 0, search=1), favour, 1.0),
-        (attempt(1, 0.1), favour, 0.0),
-    ):
-        assert preference_score(member, preference, BOUNDS) == pytest.approx(expected)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
-import random
 import re
 from collections import Counter
-from dataclasses import asdict
 from statistics import fmean
 
 import pytest
 
-from nanorchestra.agent.tool import Allowance, RefusedError
-from nanorchestra.config import TaskSection
-from nanorchestra.records import Bounds, Preference, Task, ToolCall
-from worlds.desk import EXPERTS, KINDS, SKILLS, SUBJECT, TABLES, WISHES, Desk, asked, named, teach
+from nanorchestra.agent.tool import Allowance
+from worlds.desk import EXPERTS, KINDS, SKILLS, SUBJECT, Desk
 from worlds.desk_programs import PROGRAMS
-from worlds.load import open_world
 from worlds.routers import programs_by_name
 
 
@@ -34,16 +27,10 @@ def used(env, name, **arguments):
     return env.by_name[name].call(arguments)
 
 
-def test_a_task_is_a_function_of_seed_split_and_index_and_plain_json(world):
+def test_a_task_is_a_function_of_seed_split_and_index(world):
     tasks = tasks_of(world, "train", 50)
     assert tasks == tasks_of(Desk(0, None), "train", 50) != tasks_of(Desk(1, None), "train", 50)
     assert world.task("all", 3) == world.task("held_out", 3) != world.task("train", 3)
-    for task in tasks:
-        row = json.loads(json.dumps(asdict(task)))
-        bounds = Bounds(*map(tuple, row.pop("bounds").values()))
-        assert (
-            Task(**row | {"bounds": bounds, "preference": Preference(**row["preference"])}) == task
-        )
 
 
 def test_no_number_of_a_held_out_task_occurs_in_training(world):
@@ -63,26 +50,18 @@ def test_no_number_of_a_held_out_task_occurs_in_training(world):
 
 
 def test_the_prompt_states_wish_and_terms_and_says_that_experts_are_simulated(world):
-    seen = set()
     for task in tasks_of(world, "train"):
         env = world.environment(task, 0)
-        weights = task.preference.outcome, task.preference.cost, task.preference.latency
-        assert WISHES[task.preference.name][0] == weights
         assert env.messages[0]["content"] == f"{task.question} {task.preference.text}"
-        assert task.preference.text.endswith(".")
-        seen.add(task.preference.text)
         about = env.by_name["ask"].description
         assert "simulated" in about
         for name, (cents, seconds) in task.data["offers"].items():
             assert f"{name} {cents:02d}c" in about and f"{name} {seconds:02d}s" in about
             question = {"expert": name, "question": "king 700"}
             result = used(env, "ask", **question)
-            assert env.by_name["ask"].alias(question) == name and not result.error
             assert result.cost_usd == pytest.approx(cents / 100, rel=0.16)
             assert result.latency_s == pytest.approx(seconds, rel=0.16)
-            most = env.by_name["ask"].most_usd(question)
-            assert result.cost_usd <= most <= task.bounds.cost_usd[1] * 1.15
-    assert len(seen) == 12
+            assert result.cost_usd <= env.by_name["ask"].most_usd(question)
 
 
 def test_what_experts_say_is_a_function_of_the_seed_and_as_good_as_their_skill(world):
@@ -106,17 +85,6 @@ def test_what_experts_say_is_a_function_of_the_seed_and_as_good_as_their_skill(w
     assert fmean(unsure[False]) == pytest.approx(0.4, abs=0.06)
 
 
-def test_nothing_that_a_policy_may_write_is_more_than_an_observation(world):
-    env = world.environment(world.task("train", 0), 0)
-    word = next(iter(SUBJECT))
-    assert used(env, "records", table=word, id=700).content == "Error: no row 700"
-    for question in ("", "   ", "nothing", "what is it?", f"{word}"):
-        result = used(env, "ask", expert="ant", question=question)
-        assert re.fullmatch(r"(un)?sure: \d\d", result.content) and not result.error
-    with pytest.raises(RefusedError):
-        env.prepare(ToolCall("ask", {"expert": "dog", "question": "king 700"}), Allowance())
-
-
 def test_only_a_policy_that_follows_results_can_be_right_in_35_percent(world):
     """A router is right in no chain, even one that knows the skills; and most tasks are chains."""
     assert sum(share for kind, (share, *_) in KINDS.items() if kind.startswith("chain")) > 0.65
@@ -136,28 +104,6 @@ def test_only_a_policy_that_follows_results_can_be_right_in_35_percent(world):
     assert right["router"] < right["oracle-router"] < 0.35 < right["program"] < right["perfect"]
 
 
-def test_only_its_sentence_tells_which_word_of_a_note_leads_to_the_answer(world):
-    """A note names two; the other leads to a number, too, and is of each class as often."""
-    followed, mentioned = Counter(), Counter()
-    for task in tasks_of(world, "train", 2000):
-        words, field = asked(task.question), task.question.split()[3]
-        while words[0] in TABLES:
-            note = task.data["notes"][words[0]][words[1]]["note"]
-            words = named(note)
-            if words[0].isdigit():
-                break
-            both = re.findall(r"([a-z]+) (\d+)", note)
-            (other,) = both[:1] if both[1] == words else both[1:]
-            if other[0] in TABLES:
-                wrong = named(task.data["notes"][other[0]][other[1]]["note"])
-                assert wrong[0] not in TABLES
-            for counts, word in ((followed, words[0]), (mentioned, other[0])):
-                assert word in TABLES or word in SUBJECT or word == field
-                counts["row" if word in TABLES else "matter" if word in SUBJECT else "value"] += 1
-    for name in followed:
-        assert followed[name] == pytest.approx(mentioned[name], rel=0.12)
-
-
 def test_the_teacher_has_the_form_and_not_what_pays(world):
     right, calls = [], Counter()
     for index in range(1500):
@@ -170,22 +116,3 @@ def test_the_teacher_has_the_form_and_not_what_pays(world):
     assert fmean(right) == pytest.approx(0.27, abs=0.04)
     shares = [calls[name] / sum(calls[each] for each in EXPERTS) for name in EXPERTS]
     assert shares == pytest.approx([1 / 3] * 3, abs=0.04)
-
-
-def test_the_teacher_says_how_likely_its_choices_were(world):
-    """The warm start ends by it: an attempt is as frequent as its turns say."""
-    task = next(task for task in tasks_of(world, "train") if task.kind == "value")
-    attempts, likely = Counter(), {}
-    for number in range(2000):
-        lessons = teach(world.environment(task, 0), random.Random(number))
-        attempt = tuple((lesson.call and str(lesson.call), lesson.content) for lesson in lessons)
-        attempts[attempt] += 1
-        likely[attempt] = math.exp(sum(lesson.logprob for lesson in lessons))
-    assert len(attempts) > 50 and sum(likely.values()) == pytest.approx(1.0, abs=0.2)
-    for attempt, count in attempts.items():
-        assert count / 2000 == pytest.approx(likely[attempt], abs=0.03)
-
-
-def test_the_name_opens_the_world(sandbox):
-    opened = open_world(TaskSection(world="desk"), 3, sandbox)
-    assert opened.task("train", 1) == Desk(3, None).task("train", 1)

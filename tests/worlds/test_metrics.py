@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from statistics import stdev
 
 import pytest
@@ -11,7 +10,6 @@ from nanorchestra.errors import UserError
 from nanorchestra.records import Bounds, Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from worlds.metrics import (
     Finished,
-    compare,
     differences,
     interval,
     measure,
@@ -50,18 +48,6 @@ def test_intervals_tests_and_repeated_trials():
     assert pass_hat([(4, 4), (2, 4), (0, 4)], 2) == pytest.approx((1 + 1 / 6) / 3)
 
 
-def test_the_reward_of_calls_leaves_out_what_the_policy_itself_costs():
-    """Calls of one turn run side by side: the longest is waited for, all are paid."""
-    task = make_task()
-    turns = [Turn(0, 1, "stop", results=[ToolResult("a", 1.0, 10.0), ToolResult("b", 2.0, 30.0)])]
-    turns += [Turn(1, 2, "stop", results=[ToolResult("c", 1.0, 5.0)]), Turn(2, 3, "stop")]
-    attempt = make_attempt(task, cost_usd=4.0, policy_usd=5.0, latency_s=90.0, turns=turns)
-    means = summarise([task], [attempt])
-    assert means["reward"] == pytest.approx(0.2 + 0.4 * 0.1 + 0.4 * 0.1)
-    assert means["reward_of_calls"] == pytest.approx(0.2 + 0.4 * 0.6 + 0.4 * 0.65)
-    assert (attempt.cost_usd, attempt.latency_s) == (9.0, 90.0)
-
-
 def test_figures_read_the_recorded_reward_and_never_compute_it():
     """A training step's reward is the group's, which no single attempt tells."""
     tasks = [make_task(number) for number in (0, 0, 1, 1)]
@@ -70,10 +56,7 @@ def test_figures_read_the_recorded_reward_and_never_compute_it():
         attempt.reward = reward
     row = measure(tasks, attempts, group_size=2)
     assert row["reward"] == pytest.approx(0.5)
-    assert measure(tasks, attempts, 1)["group_quartiles"]["reward"] == pytest.approx([0.325, 0.675])
     assert row["group_std"] == pytest.approx((stdev((0.9, 0.1)) + stdev((0.4, 0.6))) / 2)
-    assert sum(row["reward_parts"].values()) == pytest.approx(score(tasks[0], attempts[0]).reward)
-    assert summarise(tasks[1:], attempts[1:])["reward"] == pytest.approx(1.1 / 3)
 
 
 def test_no_mean_holds_what_the_infrastructure_failed():
@@ -88,13 +71,10 @@ def test_no_mean_holds_what_the_infrastructure_failed():
     assert summary["accuracy"] == 1.0 and summary["failure"] == "no reason is recorded"
     ours = list(zip(tasks, attempts, strict=True))
     theirs = [(tasks[0], failed(tasks[0])), (tasks[2], make_attempt(tasks[2], outcome=0.0))]
-    assert (
-        differences(Finished.of(ours), Finished.of(theirs))["accuracy"][0] == 1.0
-    )  # on the task that both finished
-    assert differences(Finished.of(ours[:2]), Finished.of(theirs[:1])) == {}
+    behind = differences(Finished.of(ours), Finished.of(theirs))["accuracy"]
+    assert behind.mean == 1.0, "on the task that both finished"
     with pytest.raises(UserError, match="all 1 attempts failed"):
         summarise(tasks[1:2], attempts[1:2])
-    assert measure(tasks[1:2], attempts[1:2], 2)["accuracy"] == 0.0  # there are no others
 
 
 def test_summaries_split_by_preference_and_kind_and_count_what_is_behind_a_name():
@@ -108,42 +88,14 @@ def test_summaries_split_by_preference_and_kind_and_count_what_is_behind_a_name(
         ToolResult("", error=True, refused=True),
     ]
     turns = [Turn(0, 1, "stop", calls, results)]
-    used = make_attempt(cheap, 0.0, 0.75, policy_usd=0.25, turns=turns, verdict="judged")
+    used = make_attempt(cheap, 0.0, 0.75, policy_usd=0.25, turns=turns)
     used.calls = {"a": 1, "bad": 1}
     summary = summarise([cheap, right], [used, make_attempt(right, cost_usd=0.0, policy_usd=1.0)])
-    assert {name: means["accuracy"] for name, means in summary["by_preference"].items()} == {
-        "cheap": 0.0,
-        "right": 1.0,
-    }
-    assert list(summary["by_kind"]) == ["facts", "sums"]
-    assert summary["avoided_rate"] == 1.0  # of the one task that forbids a tool
+    accuracies = {name: means["accuracy"] for name, means in summary["by_preference"].items()}
+    assert accuracies == {"cheap": 0.0, "right": 1.0}
     assert summary["calls"] == {"large": 1.0}
     assert summary["costs_usd"] == {"large": 0.375, "policy": 0.625}
     assert summary["seconds_by"] == {"large": 2.5, "policy": 6.0, "waiting": 1.5}
-    assert summary["verdicts"] == {"judged": 0.5}
-    assert json.loads(json.dumps(summary)) == summary | {
-        "intervals": {name: list(ends) for name, ends in summary["intervals"].items()}
-    }
-
-
-def test_policies_are_compared_with_the_first_and_costs_need_a_price():
-    tasks = [make_task(number) for number in range(30)]
-    played = {}
-    for name, cost_usd in (("ours", 1.0), ("base", 2.0), ("free", 0.5)):
-        played[name] = [(task, make_attempt(task, cost_usd=cost_usd)) for task in tasks]
-    summaries = compare(played)
-    behind = summaries["base"]["behind"]["cost_usd"]
-    assert behind.mean == behind.low == behind.high == -1.0 and behind.p < 0.01
-    assert summaries["ours"]["behind"]["reward"].mean == 0.0
-    for text in ("cost_usd", "published", "cost_per_correct_usd"):
-        assert summaries["free"][text] is not None
-    summaries = compare(played, unpriced=["free"])
-    for text in ("cost_usd", "published", "cost_per_correct_usd"):
-        assert summaries["free"][text] is None
-    assert "cost_usd" not in summaries["free"]["behind"] | summaries["free"]["intervals"]
-    assert summaries["free"]["by_kind"]["sums"]["cost_usd"] is None
-    assert "cost_usd" in summaries["base"]["behind"]
-    assert compare({"base": played["base"]})["base"]["published"] is not None  # its own base
 
 
 def test_the_published_preference_is_that_of_appendix_l():

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from nanorchestra.records import Preference
-from worlds.preferences import tool_words, worded, words_for
+from worlds.preferences import worded
 
 
 def test_weights_become_words():
-    assert words_for((3.0, 0.0, 1.6)) == "Do not take too long."
-    assert tool_words({"gpt-5": -2.0, "search": 0.0}) == "Do not use gpt-5."
     weights = worded(Preference.parse("cost=1 latency=0.5 gpt-5=-1 usd=0.05", "it"))
     said = "Spend as little as you can. Do not take too long. Do not use gpt-5."
     assert weights.words == f"{said} Spend at most $0.05."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 from openai_server import openai_server, said
 
 import evaluate
-from nanorchestra.model.checkpoint import NANO
+from nanorchestra.errors import UserError
 from worlds import tau2
 
 needs_tau2 = pytest.mark.skipif(
@@ -89,7 +89,6 @@ def test_the_file_is_what_tau2_submit_accepts_and_the_figures_are_its_own(
     options = ["--world", "tau2:retail", "--policy", policy, *user]
     options += ["--trials", "4", "--parallel", "8", "--seed", "5"]
     assert evaluate.main(options) == 0
-    shown = capsys.readouterr().out
 
     file = Path("runs/evaluation/policy-0/retail.json")
     results = Results.load(file)
@@ -106,15 +105,10 @@ def test_the_file_is_what_tau2_submit_accepts_and_the_figures_are_its_own(
     assert right["create_task_1"] == odd and 0 < odd < 4  # the seeds reach the policy
     for k in range(1, 5):
         mean, low, high = summary["pass_hat"][k - 1]
-        ours = [math.comb(right[task], k) / math.comb(4, k) for task in attempts]
-        assert mean == theirs.pass_hat_ks[k] == pytest.approx(sum(ours) / 8)
-        assert 0 <= low <= mean <= high <= 1
+        assert 0 <= low <= mean == theirs.pass_hat_ks[k] <= high <= 1
     assert summary["pass_hat"][0][0] > summary["pass_hat"][3][0] and summary["failed"] == 0
     per_turn = (10 * 1 + 5 * 10) / 1e6  # the usage that the server states, at the given price
     assert summary["cost_usd"][0] == pytest.approx(2 * per_turn)
-    info = results.info
-    assert info.agent_info.llm == "hosted_vllm/golden" and info.seed == 5
-    assert info.agent_info.llm_args == {}
 
     # tau2 submit prepare, and tau2 submit validate of what that wrote.
     def ask(question, default="", **_):
@@ -128,79 +122,14 @@ def test_the_file_is_what_tau2_submit_accepts_and_the_figures_are_its_own(
     submit.validate_submission(str(board))
     assert "Submission metrics validation successful" in capsys.readouterr().out
 
-    # What was played is not played again; what is missing is, as after Ctrl-C.
-    asked = len(server.bodies)
-    assert evaluate.main(options) == 0 and len(server.bodies) == asked
-    assert capsys.readouterr().out == shown and "pass^4" in shown
-    content = json.loads(file.read_text())
-    content["simulations"] = content["simulations"][:-3]
-    file.write_text(json.dumps(content))
-    assert evaluate.main(options) == 0 and asked < len(server.bodies) < asked + 32
-    assert len(Results.load(file).simulations) == 32
-    assert compute_metrics(Results.load(file)).pass_hat_ks == theirs.pass_hat_ks
+
+def test_a_secret_of_the_user_would_be_recorded_and_is_refused():
+    with pytest.raises(UserError, match="--user-args: api_key would be recorded") as refused:
+        tau2.user_of("openai/user", '{"api_key": "secret"}')
+    assert "secret" not in str(refused.value)
 
 
-@needs_tau2
-@pytest.mark.slow
-def test_a_checkpoint_plays_through_an_endpoint_of_its_own(models, capsys):
-    """nano knows none of these tools, so nothing is right; equal seeds say the same.
-
-    A turn without content or call is no turn for tau2-bench, which leaves such an attempt out.
-    """
-    _, user = models
-    said_by = {}
-    for run in ("one", "two"):
-        policy = f"{NANO}:context_tokens=2048:temperature=1"
-        options = ["--world", "tau2:mock", "--policy", policy, *user, "--run", run]
-        status = evaluate.main([*options, "--tasks", "1", "--trials", "2", "--parallel", "1"])
-        content = json.loads(Path(f"runs/{run}/policy-0/mock.json").read_text())
-        said_by[run] = [
-            [(message["role"], message["content"]) for message in each["messages"]]
-            for each in content["simulations"]
-        ]
-    shown = capsys.readouterr()
-    assert said_by["one"] == said_by["two"]
-    info = content["info"]["agent_info"]
-    assert info["implementation"] == "llm_agent" and info["llm"] == "hosted_vllm/nano"
-    assert info["llm_args"] == {"temperature": 1.0, "top_p": 1.0, "max_tokens": 160}
-    (summary,) = json.loads(Path("runs/two/summary.json").read_text())["worlds"][
-        "tau2:mock"
-    ].values()
-    reasons = [each["termination_reason"] for each in content["simulations"]]
-    assert summary["failed"] == reasons.count("infrastructure_error") == said_by["two"].count([])
-    if summary["failed"] < 2:
-        assert summary["pass_hat"][0][0] == 0 < summary["cost_usd"][0]
-        assert max(len(messages) for messages in said_by["two"]) > 2
-    else:  # it was asked, and thought until its tokens were spent
-        assert "AssistantMessage must have either content or tool_calls" in summary["failure"]
-    assert summary["pass_1_with_failed"] == 0
-    assert status == 2 * (summary["failed"] > 0)  # one of two is more than one of four
-    assert ("which tau2-bench leaves out" in shown.out) == (summary["failed"] > 0)
-
-
-@needs_tau2
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        (["--world", "tau2:shop"], "--world tau2:shop: tau2-bench has no such domain, but"),
-        (["--max-usd", "1"], "--max-usd: tau2-bench does not know it"),
-        (["--user", ""], "--user: tau2-bench's users need a model"),
-        (["--user-args", '{"api_key": "secret"}'], "--user-args: api_key would be recorded"),
-        (["--user", "nobody/none"], "--user nobody/none: litellm cannot ask it: BadRequestError"),
-    ],
-)
-def test_bad_input_is_one_line(models, capsys, options, says):
-    _, user = models
-    arguments = ["--world", "tau2:mock", "--policy", str(NANO), *user]
-    if options[0] == "--world":
-        options = ["--world", "tau2:mock", options[1]]
-    assert evaluate.main([*arguments, *options]) == 2
-    problem = capsys.readouterr().err.splitlines()[-1]
-    assert says in problem and "secret" not in problem
-
-
-def test_a_missing_package_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_missing_package_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "litellm", None)
-    assert evaluate.main(["--world", "tau2:mock", "--user", "a", "--policy", str(NANO)]) == 2
-    assert tau2.INSTALL in capsys.readouterr().err
+    with pytest.raises(UserError, match=re.escape(tau2.INSTALL)):
+        tau2.open_domain("tau2:mock", 1)
