@@ -128,7 +128,6 @@ def test_commands(talk, nano_tokenizer):
     for line, problem in (
         ("/frob now", "^/frob: no such command; /help lists them$"),
         ("/prefer usd=much", "^preference: usd is 'much'; it should be a valid number"),
-        ("/load /no/file", "^/no/file: cannot be read"),
         ("who are you?", "outside the world of the desk"),
     ):
         with pytest.raises(UserError, match=problem):

@@ -102,7 +102,6 @@ def test_completions_go_on_from_text_and_from_ids(client, running):
     settings = {"model": "nano", "max_tokens": 6, "seed": 3, "logprobs": 2}
     text, ids = (create(prompt=p, **settings).choices[0] for p in ("law case", prompt))
     assert text.text == ids.text == "".join(ids.logprobs.tokens)
-    assert len(ids.logprobs.tokens) == 6
     both = create(prompt=[prompt, prompt[:1]], **settings, n=2)
     assert both.choices[0].text == ids.text and len(both.choices) == 4
     assert both.usage.prompt_tokens == len(prompt) + 1

@@ -64,7 +64,6 @@ def test_a_limit_holds_for_the_tree_and_the_bill_is_its_sum(
         assert t.cost_usd == pytest.approx(spent.cost_usd + (len(t.ids) + sampled) / 1e6)
         handed = inner.preference
         assert handed.usd <= limits["usd"] * 0.9 and handed.never == limits.get("never", [])
-        assert (handed.seconds or 60.0) <= 60.0
         assert spent.calls == calls
     body = {"model": "nano+tools", "messages": [{"role": "user", "content": "!ask"}]}
     url = f"{server.base}/v1/chat/completions"

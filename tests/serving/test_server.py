@@ -322,7 +322,7 @@ def test_no_body_is_an_error_of_the_server(running, path, fits):
 
     @hypothesis.given(cases, models)
     @hypothesis.settings(
-        max_examples=int(os.environ.get("FUZZ_BODIES", 15)),
+        max_examples=int(os.environ.get("FUZZ_BODIES", 10)),
         deadline=None,
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
