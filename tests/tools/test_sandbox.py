@@ -186,7 +186,7 @@ def test_attacks_that_worked_once(attack, copied_sandbox, tmp_path):
     victim.wait()
 
 
-def test_no_secret_and_no_descriptor_of_the_caller(monkeypatch):
+def test_no_secret_no_descriptor_and_no_capability_of_the_caller(monkeypatch):
     monkeypatch.setenv("API_KEY", "secret-value")
     leak = os.open(__file__, os.O_RDONLY)
     os.set_inheritable(leak, True)
@@ -195,8 +195,9 @@ def test_no_secret_and_no_descriptor_of_the_caller(monkeypatch):
     with Sandbox(workers=1) as fresh:
         assert fresh.run("import os; dict(os.environ)").stdout == "{}\n"
         assert fresh.run(opened).stdout == "0\n1\n2\n"
-        environment = Path(f"/proc/{fresh._idle.queue[-1].process.pid}/environ")
-        assert environment.read_bytes() == b"PYTHONHASHSEED=0\0"
+        worker = Path(f"/proc/{fresh._idle.queue[-1].process.pid}")
+        assert (worker / "environ").read_bytes() == b"PYTHONHASHSEED=0\0"
+        assert "\nCapEff:\t0000000000000000\n" in (worker / "status").read_text()
     os.close(leak)
 
 
