@@ -204,7 +204,6 @@ def test_the_catalogues_of_the_documentation_load(tmp_path, sandbox, monkeypatch
     [
         (catalogue(CODE, max_usd=math.nan), "max_usd is nan; it should be a finite number"),
         ([{}], r"tools\[0\].kind is ''; it must be one of code, search, web, "),
-        ([CODE, CODE], "two tools are named 'py'"),
         ([CODE | {"usd_per_cal": 1}], r"tools\[0\]: there is no .* did you mean usd_per_call\?$"),
         (catalogue(EXPERT, here="http://u:sk-123@h/v1"), "endpoints.here: base_url must be"),
         (
