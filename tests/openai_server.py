@@ -16,15 +16,13 @@ class Server:
     Or it returns a generator: the JSON of events (see `told`), or bytes, which are sent one by one.
 
     `status` is its HTTP status, `reply_headers` are its headers. `bodies` and `headers` hold what
-    was asked, `open` how many requests are open and `most_open` how many were at once. `raw(send)`
-    takes the place of all that: it sends whatever bytes it wants, and the connection closes after
-    it.
+    was asked. `raw(send)` takes the place of all that: it sends whatever bytes it wants, and the
+    connection closes after it.
     """
 
     def __init__(self):
         self.bodies, self.headers, self.status, self.answer = [], [], 200, lambda body: said("42")
-        self.reply_headers, self.open, self.most_open = {}, 0, 0
-        self.raw = None
+        self.reply_headers, self.raw = {}, None
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -37,10 +35,7 @@ class Server:
                     with contextlib.suppress(OSError):  # the client has gone away
                         server.raw(self.connection.sendall)
                     return
-                server.open += 1
-                server.most_open = max(server.most_open, server.open)
                 reply = server.answer(body)
-                server.open -= 1
                 if isinstance(reply, Iterator):
                     self.send_events(reply)
                     return

@@ -121,6 +121,8 @@ def test_at_an_address(start, mode, version, monkeypatch):
 
     async def talk(client):
         assert client.protocol_version == version
+        (tool,) = (await client.list_tools()).tools
+        assert tool.name == "ask" and tool.input_schema["additionalProperties"] is False
         arguments = {"question": "!ask", "preference": "Be quick.", "usd": 0.5}
         result, told = await ask(client, arguments)
         assert running.preferences == [Preference("Be quick.", usd=0.5)]
