@@ -41,22 +41,3 @@ class Cache:
         _, kv_heads, _, dim = self.k.shape
         qkv = randn(generator, rows, heads + 2 * kv_heads, dim, dtype=self.k.dtype)
         self.q = qkv[:, :heads]
-
-
-def joined(*caches: Cache) -> Cache:
-    """Returns the sequences of several caches as one batch over one cache."""
-    whole = caches[0]
-    width = max(cache.block_tables.shape[1] for cache in caches)
-    block_tables = []
-    first_page = 0
-    for cache in caches:
-        missing = width - cache.block_tables.shape[1]
-        block_table = cache.block_tables + first_page
-        block_tables.append(torch.nn.functional.pad(block_table, (0, missing), value=OUT_OF_RANGE))
-        first_page += len(cache.k)
-    whole.block_tables = torch.cat(block_tables)
-    whole.q = torch.cat([cache.q for cache in caches])
-    whole.context_lens = torch.cat([cache.context_lens for cache in caches])
-    whole.k = torch.cat([cache.k for cache in caches])
-    whole.v = torch.cat([cache.v for cache in caches])
-    return whole

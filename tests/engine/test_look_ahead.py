@@ -40,7 +40,7 @@ class AheadRunner(CpuRunner):
 
 
 class EvenAfterThirds(Guide):
-    """After an id that 3 divides, the next one must be even."""
+    """After an id that 3 divides, the next one must be even. It has no grammar."""
 
     def __init__(self):
         self.last = 1
@@ -57,7 +57,7 @@ class EvenAfterThirds(Guide):
         return self.last % 3 == 0
 
     def allowed(self):
-        return np.arange(64) % 2 == 0 if self.holds else None
+        return np.arange(320) % 2 == 0 if self.holds else None
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,7 @@ def storm(model, seed: int, ahead: bool, pages: int) -> tuple[list, Engine]:
     return results, serving
 
 
-@pytest.mark.parametrize("pages", [150, 45])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed, pages", [(0, 150), (1, 45), (2, 45)])
 def test_looking_ahead_changes_no_token(model, seed, pages):
     """Guides that forbid ids at times, and reports of the most probable ids, among the rows."""
     serial, _ = storm(model, seed, False, pages)
@@ -131,20 +130,7 @@ def test_looking_ahead_changes_no_token(model, seed, pages):
             assert [token for token, _ in one] == [token for token, _ in other]
 
 
-@pytest.mark.parametrize(
-    "guide, max_running, missed", [(EvenAfterThirds(), 512, 1), (None, 2, 2 * 2)]
-)
-def test_neither_guides_nor_a_queue_that_cannot_move_switch_looking_ahead_off(
-    model, guide, max_running, missed
-):
-    """Only the steps of a prefill, and those before them, are not ahead."""
-    serving = engine(model, ahead=True, num_pages=80, max_running=max_running)
-    params = [SamplingParams(20, seed=i, ignore_eos=True, guide=guide) for i in range(4)]
-    serving.generate([[6, 7, 8 + i] for i in range(4)], params)
-    assert serving.runner.ahead >= serving.stats["steps"] - missed
-
-
-@pytest.mark.parametrize("how", ["abort", "update_weights", "reset_prefix_cache"])
+@pytest.mark.parametrize("how", ["abort", "update_weights"])
 def test_a_step_that_is_dropped_is_waited_for(model, how):
     """The GPU may still read the host's pinned memory, which the next step writes."""
     serving = engine(model, ahead=True, num_pages=80)
@@ -156,32 +142,23 @@ def test_a_step_that_is_dropped_is_waited_for(model, how):
         serving.abort(request)
         serving.step()
     else:
-        getattr(serving, how)()
+        serving.update_weights()
     assert serving.runner.waits == 1
     while serving.has_work:
         serving.step()
 
 
 @pytest.mark.parametrize(
-    "place, call, done",
-    [
-        ("request.accept", 1, False),
-        ("runner.draw", 2, False),
-        ("scheduler.finish", 1, False),
-        ("blocks.match", 2, True),
-        ("blocks.grow", 2, True),
-    ],
+    "place, call", [("request.accept", 1), ("runner.read", 4), ("scheduler.finish", 1)]
 )
-def test_an_interrupt_inside_of_a_step_leaves_nothing_behind(model, monkeypatch, place, call, done):
-    """No request that is never served again, no held page, no page of what others have written.
+def test_an_interrupt_inside_of_a_step_leaves_nothing_behind(model, monkeypatch, place, call):
+    """No request that is never served again, and no held page.
 
-    It comes at a call, before or after that has been `done`.
+    A session goes on from what has been sampled.
     """
     serving = engine(model, ahead=True, num_pages=80)
-    prompt = [9 + i % 7 for i in range(20)]
+    session, prompt = serving.session([6, 7, 8]), [9 + i % 7 for i in range(20)]
     params = SamplingParams(max_tokens=3, ignore_eos=True)
-    expected = serving.generate([prompt], params)[0].token_ids
-    session = serving.session([6, 7, 8])
     request = session.submit(SamplingParams(max_tokens=5, ignore_eos=True))
     requests = [request, *(serving.submit([*prompt, i], params) for i in range(6, 9))]
     part, name = place.split(".")
@@ -190,43 +167,22 @@ def test_an_interrupt_inside_of_a_step_leaves_nothing_behind(model, monkeypatch,
 
     def interrupted(*arguments):
         calls.append(arguments)
-        if len(calls) != call:
-            return right(*arguments)
-        if done:
-            right(*arguments)
-        raise KeyboardInterrupt
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return right(*arguments)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(owner, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            while serving.has_work:
-                serving.step()
+        while serving.has_work:
+            serving.step()
     check_scheduler(serving.scheduler)
     while serving.has_work:
         serving.step()
-        check_scheduler(serving.scheduler)
     assert all(each.finished for each in requests)
+    history = session.ids
+    assert history == [6, 7, 8, *request.completion.token_ids]
+    session.append([13])
+    continued = session.sample(params).token_ids
     session.close()
-    assert serving.generate([prompt], params)[0].token_ids == expected
+    assert serving.generate([[*history, 13]], params)[0].token_ids == continued
     assert serving.blocks.available == serving.blocks.num_pages
-
-
-@pytest.mark.parametrize("steps", range(3, 8))
-def test_a_failed_step_leaves_what_has_been_sampled(model, steps):
-    """The failing step's successor is under way by then. page_size is 4: one step fills a page."""
-    left = []
-    for ahead in (False, True):
-        serving = engine(model, ahead, max_batch_tokens=64)
-        session = serving.session([6, 7, 8, 9, 10])
-        session.submit(SamplingParams(max_tokens=30, ignore_eos=True, temperature=0))
-        for _ in range(steps):
-            serving.step()
-        right = serving.runner.read
-        serving.runner.read = lambda launched: 1 / 0
-        with pytest.raises(ZeroDivisionError):
-            serving.step()
-        serving.runner.read = right
-        check_scheduler(serving.scheduler)
-        session.append([13])
-        left.append(session.ids + session.sample(SamplingParams(max_tokens=9)).token_ids)
-    assert left[0] == left[1] and len(left[0]) >= 5 + steps + 1

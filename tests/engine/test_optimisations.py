@@ -133,12 +133,14 @@ def gradients(
     trainer.clip_gradients = take
     groups = make_groups(1)
     policy_update(trainer, groups, grpo, 0.0, 1.0)
-    batches = trainer.micro_batches(groups)
+    batches, kept = trainer.micro_batches(groups), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        hidden = trainer.hidden(batches[0])
     figures = {
         "tokens": sum(len(batch.tokens) for batch in batches),
         "micro-batches": len(batches),
-        "chunks": len(head._chunks(trainer.hidden(batches[0]), 690, 1)),
-        "recompute": model.layers[0].recompute,
+        "chunks": len(head._chunks(hidden, 690, 1)),
+        "kept for backward": sum(x.numel() for x in kept if not x.is_leaf),
     }
     return taken, figures
 
@@ -147,7 +149,7 @@ TRAINING = {
     "packing as a tree": ({"shared_ids": 10**9}, "tokens"),
     "micro-batches of several samples": ({"token_budget": 1}, "micro-batches"),
     "chunks of the vocabulary": ({"workspace": 1 << 40}, "chunks"),
-    "layers computed again in backward": ({"recompute": False}, "recompute"),
+    "layers computed again in backward": ({"recompute": False}, "kept for backward"),
 }
 
 

@@ -12,11 +12,10 @@ from nanorchestra.engine.sampler import draw_tokens, uniforms
 from nanorchestra.engine.sequence import SamplingParams
 
 
-def draw(logits: torch.Tensor, params: list[SamplingParams], vocab: int, allowed=None):
+def draw(logits: torch.Tensor, params: list[SamplingParams], vocab: int):
     """One draw a row, at positions 0.., as arrays of tokens and log-probabilities."""
     rows = len(params)
-    allowed = allowed or [None] * rows
-    drawn = draw_tokens(logits.expand(rows, -1), vocab, params, range(rows), allowed)
+    drawn = draw_tokens(logits.expand(rows, -1), vocab, params, range(rows), [None] * rows)
     return drawn.tokens.numpy(), drawn.logprobs.numpy()
 
 
@@ -34,13 +33,18 @@ def kept(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0) -> np.ndarra
     return (chosen / chosen.sum()).numpy()
 
 
-@pytest.mark.parametrize("vocab", [16, 150])  # within a block of the sampler's, and over several
 @pytest.mark.parametrize(
-    "params",
-    [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 12, "top_p": 0.95}],
+    "vocab, params",
+    [
+        (16, {}),  # within a block of the sampler's; the others are over several
+        (150, {"temperature": 0.5}),
+        (150, {"top_k": 5}),
+        (150, {"top_p": 0.7}),
+        (150, {"top_k": 12, "top_p": 0.95}),
+    ],
     ids=str,
 )
-def test_draws_follow_the_distribution_they_are_said_to_come_from(params, vocab):
+def test_draws_follow_the_distribution_they_are_said_to_come_from(vocab, params):
     torch.manual_seed(0)
     logits, n = 2 * torch.randn(vocab), 20_000
     expected = kept(logits, **params)
@@ -80,29 +84,16 @@ def test_ids_beyond_the_tokenizer_are_neither_drawn_nor_normalised_over():
         assert params or np.allclose(logprobs, -math.log(70), atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_row_of_logits_that_are_not_finite_has_no_finite_logprob(bad):
-    logits = torch.zeros(150)
-    logits[5] = bad
-    assert not np.isfinite(draw(logits, [SamplingParams()] * 2, 150)[1]).any()
-
-
-def test_the_most_probable_ids_are_those_of_the_distribution_drawn_from():
-    logits = torch.arange(150.0) / 50
-    params = SamplingParams(temperature=0.5, top_logprobs=3)
-    expected = (logits / 0.5).log_softmax(0)[-3:].flip(0).tolist()
-    both = [SamplingParams(), params]
-    drawn = draw_tokens(logits.expand(2, -1), 150, both, [0, 1], [None] * 2)
-    plain, with_top = drawn.listed(both)
-    ids, values = zip(*with_top.top_logprobs, strict=True)
-    assert ids == (149, 148, 147) and np.allclose(values, expected) and plain.top_logprobs == []
-
-
-def test_only_allowed_ids_are_drawn_and_normalised_over():
+def test_only_allowed_ids_are_drawn_normalised_over_and_reported_as_the_most_probable():
     mask, logits = np.zeros(150, bool), torch.zeros(150)
     mask[[3, 140]] = True
-    logits[7] = 9.0
-    params = [SamplingParams(seed=i, temperature=float(i % 3 > 0)) for i in range(60)]
-    tokens, logprobs = draw(logits, params, 150, [None] + [mask] * 59)
-    assert tokens[0] == 7 and set(tokens[1:]) == {3, 140}
-    assert np.allclose(logprobs[1:], -math.log(2), atol=1e-6)
+    logits[7], logits[140] = 9.0, 1.0
+    params = [SamplingParams(seed=i, temperature=0.5, top_logprobs=2) for i in range(60)]
+    masks = [None] + [mask] * 59
+    drawn = draw_tokens(logits.expand(60, -1), 150, params, range(60), masks).listed(params)
+    expected = dict(zip((3, 140), torch.tensor([0.0, 2.0]).log_softmax(0).tolist(), strict=True))
+    assert drawn[0].token == 7 and {draw.token for draw in drawn[1:]} == expected.keys()
+    for draw in drawn[1:]:
+        assert draw.logprob == pytest.approx(expected[draw.token], abs=1e-6)
+        assert [token for token, _ in draw.top_logprobs] == [140, 3]
+        assert dict(draw.top_logprobs) == pytest.approx(expected, abs=1e-6)

@@ -18,7 +18,6 @@ from nanorchestra.model.qwen3 import Qwen3
 PACKS = {
     "one sequence": [(0, 37)],
     "single tokens": [(0, 1), (1, 1, 0), (2, 1, 0), (3, 1)],
-    "two groups": [(0, 33), (33, 5, 0), (38, 41, 0), (79, 20), (99, 3, 79), (102, 1, 79)],
     "groups interleaved": [(0, 12), (12, 9), (21, 4, 0), (25, 6, 12), (31, 70, 12), (101, 2, 0)],
     "prompts with a common beginning": [
         (0, 9), (9, 5, 0), (14, 4, 9), (18, 30, 9), (48, 7, 0), (55, 2, 48), (57, 3, 48),
@@ -127,8 +126,7 @@ def on_kernels(monkeypatch, answer: bool = True) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kernels, kind", [(True, "Qwen3"), (True, "Qwen2.5"), (False, "Qwen3")])
 def test_sampler_and_trainer_have_the_same_bits_but_for_the_softmax(
     kernels, kind, dtype, monkeypatch
 ):
@@ -154,29 +152,3 @@ def test_sampler_and_trainer_have_the_same_bits_but_for_the_softmax(
         for cache, new in ((paging.k_cache, k), (paging.v_cache, v)):
             stored = cache[layer, PAGES].transpose(1, 2).flatten(0, 1)[:count]  # [T, Hkv, D]
             assert torch.equal(stored, new)
-
-
-def logprob_gap(first: torch.Tensor, second: torch.Tensor, model: Qwen3) -> float:
-    """The mean distance of all log-probabilities."""
-    head = model.output_weight.double().T
-    first, second = ((hidden.double() @ head).log_softmax(-1) for hidden in (first, second))
-    return (first - second).abs().mean().item()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_gap_of_log_probabilities_is_that_of_the_roundings_of_attention(dtype, monkeypatch):
-    """Between sampler and trainer it is no larger than from the sampler to exact attention."""
-    on_kernels(monkeypatch)
-    model, count = random_model(dtype), 24
-    segments = [Segment(0, count)]
-    sampler = hidden_states(model, count, paged(model, count))
-    trainer = hidden_states(model, count, PackedAttention(segments))
-
-    def exact(self, q, k, v):
-        return segment_attention(segments, q.double(), k.double(), v.double()).to(q.dtype)
-
-    monkeypatch.setattr(PackedAttention, "attend", exact)
-    rounded_once = hidden_states(model, count, PackedAttention(segments))
-    gap = logprob_gap(sampler, trainer, model)
-    assert gap < 1.25 * logprob_gap(sampler, rounded_once, model) or gap < 2e-6
-    assert gap < (2e-6 if dtype == torch.float32 else 0.05)

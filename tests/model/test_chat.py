@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanorchestra.errors import UserError
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import SPECIAL_TOKENS, TEXT_TOKENS, Tokenizer, train_bpe
 from nanorchestra.records import ToolCall
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "qwen3_chat.jsonl"
-QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 WORDS = ["\n", "\n\n", " ", "  ", "\r\n", "ok", " the", "é", "e\u0301", "'s", "!", "12", "{", "<"]
 PLAIN = st.lists(st.sampled_from(WORDS), max_size=8).map("".join)
 RESULT = "<tool_response>\nx\n</tool_response>"
@@ -83,9 +82,3 @@ def test_a_session_that_grows_by_ids_is_the_prompt_of_the_same_conversation(
     messages += [turn | {"tool_calls": functions}]
     messages += [{"role": "tool", "content": text} for text in observations]
     assert ids == chat.encode(tokenizer, messages, [TOOL])
-
-
-@pytest.mark.parametrize("messages", [[], [{"role": "user", "content": [{"type": "text"}]}]])
-def test_messages_of_a_wrong_form_are_explained(tokenizer, messages):
-    with pytest.raises(UserError, match="messages: .*; expected"):
-        chat.encode(tokenizer, messages)

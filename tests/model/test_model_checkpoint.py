@@ -1,7 +1,6 @@
 """Directories in Hugging Face layout: transformers reads what we write, and the other way round."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -32,11 +31,6 @@ TINY = dict(
 QWEN3 = ModelConfig(**TINY)
 LLAMA = replace(QWEN3, qk_norm=False, eos_token_ids=())
 CLASSES = {"qwen3": "Qwen3Config", "qwen2": "Qwen2Config", "llama": "LlamaConfig"}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 SINGLE = "model.safetensors"
 
 
@@ -52,10 +46,6 @@ def a_model(seed: int = 0, **changes) -> Qwen3:
 def same(a: Qwen3, b: Qwen3) -> bool:
     pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
     return all(name == other and torch.equal(x, y) for (name, x), (other, y) in pairs)
-
-
-def edit_json(file, **changes):
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def theirs(data) -> dict:
@@ -81,40 +71,21 @@ def test_a_config_comes_back_from_its_file_and_from_transformers(config: ModelCo
     assert config_from_hf(theirs(config_to_hf(config))) == config  # writes rope_parameters
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=lambda rope: rope["rope_type"])
-def test_all_forms_of_a_scaled_rotation_are_read(rope):
-    shape = config_to_hf(LLAMA) | {"max_position_embeddings": 32768}
-    older = {("type" if name == "rope_type" else name): value for name, value in rope.items()}
-    first, *others = (
-        config_from_hf(shape | form)
-        for form in (
-            {"rope_theta": 5e5, "rope_scaling": rope},
-            {"rope_theta": 5e5, "rope_scaling": older},
-            {"rope_parameters": rope | {"rope_theta": 5e5}},
-            theirs(shape | {"rope_theta": 5e5, "rope_scaling": rope}),
-        )
-    )
-    assert first.rope_theta == 5e5 and first.rope.rope_type == rope["rope_type"]
-    assert all(other == first for other in others)
-    length = 131072 if rope is YARN else 32768
-    assert first.max_position_embeddings == length, "YaRN's is the extended length"
-
-
 def test_sampling_is_as_the_directory_says_and_greedy_without_a_word(tmp_path):
     file = tmp_path / "generation_config.json"
     greedy = (0.0, 1.0, 0)
     assert tuple(read_sampling(tmp_path).values()) == greedy
     for stated, sampling in (
         ('{"temperature": 0.7}', greedy),
-        ('{"do_sample": true, "top_k": 20}', (1.0, 1.0, 20)),
         ('{"do_sample": true, "temperature": 0.6, "top_p": 0.95}', (0.6, 0.95, 0)),
     ):
         file.write_text(stated)
         assert tuple(read_sampling(tmp_path).values()) == sampling
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("tied, shard", [(True, 10**9), (False, 3000), (True, 1)])
+@pytest.mark.parametrize(
+    "dtype, tied, shard", [("float32", True, 10**9), ("bfloat16", False, 3000)]
+)
 def test_transformers_loads_what_we_save_bit_for_bit(dtype, tied, shard, tmp_path, monkeypatch):
     model = a_model(tie_word_embeddings=tied)
     monkeypatch.setattr(checkpoint, "SHARD_BYTES", shard)
@@ -148,43 +119,31 @@ def test_a_tied_checkpoint_with_a_copy_of_the_embeddings_and_a_bare_backbone_loa
     assert same(load_checkpoint(tmp_path)[0], model)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    path = tmp_path_factory.mktemp("whole") / "checkpoint"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "SHARD_BYTES", 8000)
-        save_checkpoint(a_model(), None, path)
-    return path
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
         ({"model_type": "mistral"}, "config.json: model_type = 'mistral': expected 'qwen3' or"),
-        ({"hidden_act": "gelu"}, "config.json: hidden_act = 'gelu': expected 'silu'"),
-        ({"use_sliding_window": True}, "config.json: use_sliding_window = True: expected false"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "config.json: rope_type = 'dynamic'"),
         ({"hidden_size": None}, "config.json: has no hidden_size"),
         ({"hidden_size": 32}, "embed_tokens.weight has shape [41, 24]; expected [41, 32]"),
-        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight: the model has no such"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight of shape [24] is missi"),
         ({"vocab_size": 10**12}, "its weights take"),
-        ("config.json", "config.json: cannot be read"),
         ("model-00002.safetensors", "model-00002.safetensors: not a whole safetensors file"),
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_one_line_that_names_it(change, words, whole, tmp_path):
-    path = tmp_path / "damaged"
-    shutil.copytree(whole, path)
+def test_what_does_not_fit_is_one_line_that_names_it(change, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 8000)
+    save_checkpoint(a_model(), None, tmp_path)
     if isinstance(change, str):
-        (path / change).unlink()
+        (tmp_path / change).unlink()
     else:
-        edit_json(path / "config.json", **change)
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError) as refusal:
-        load_checkpoint(path)
+        load_checkpoint(tmp_path)
     message = str(refusal.value)
-    assert message.startswith(str(path)) and words in message and "\n" not in message, message
+    assert message.startswith(str(tmp_path)) and words in message and "\n" not in message, message
 
 
 def test_copy_weights_overwrites_in_place():

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nanorchestra.engine.stream import TurnStream
 from nanorchestra.model import chat
 from nanorchestra.model.parser import StreamParser, parse
 from nanorchestra.model.tokenizer import Tokenizer, train_bpe
 from nanorchestra.records import ParsedTurn, ToolCall
 
-QUICK = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</tool", "_call>", "<thi"]
 OBJECTS = ['{"name": "f", "arguments": {"q": "', '"}}', '{"name": "g"}', "{", "}", '"', "["]
 OTHERS = ["\n", "\n\n", "\\", "\\\\", '\\"', "text", " ", "é", "<|im_end|>x"]
@@ -56,9 +57,14 @@ def test_what_an_ideal_policy_writes_is_read_back(tokenizer, content, reasoning,
     assert [call.arguments for call in parsed.calls] == json.loads(text) and parsed.well_formed
     assert parsed.content == tokenizer.decode(tokenizer.encode(content.lstrip("\n")))
     assert parsed.reasoning == tokenizer.decode(tokenizer.encode(reasoning.strip("\n")))
+    stream, parts = TurnStream(tokenizer), {"reasoning": "", "content": "", "tool_call": ""}
+    for kind, text in [delta for i in ids for delta in stream.feed(i)] + stream.finish():
+        parts[kind] += text  # an id may end within a character
+    assert (parts["reasoning"], parts["content"]) == (parsed.reasoning, parsed.content)
+    assert parts["tool_call"] == "".join(call.raw for call in parsed.calls)
 
 
-@settings(QUICK, max_examples=300)
+@QUICK
 @example(CALL.replace('"q"', '"</tool_call>\\u001f<tool_call>"'), [])
 @given(BROKEN, st.lists(st.integers(0, 200), max_size=6))
 def test_every_split_of_any_text_gives_the_same_turn_and_deltas_that_add_up(text, cuts):
@@ -76,19 +82,6 @@ def test_every_split_of_any_text_gives_the_same_turn_and_deltas_that_add_up(text
         assert all(text for kind, text in deltas if kind != "tool_call")
 
 
-def test_a_plain_turn(tokenizer):
-    text = f"<think>\nhm\n</think>\n\nLook:\n{CALL}\n{CALL}"
-    assert turn(text) == ParsedTurn("hm", "Look:", (READ, READ))
-    assert turn(" \n<think>hm</think>ok") == ParsedTurn("hm", "ok", ())
-    for text in ("", "Paris.", "a <thi", "<thi"):
-        assert turn(text) == ParsedTurn("", text, ())
-    for stop in ([], [tokenizer.end_of_turn], [tokenizer.eos_ids[1]]):
-        assert parse(tokenizer, tokenizer.encode("ok") + stop) == ParsedTurn("", "ok", ())
-    special = [tokenizer.token_id("<|im_start|>")]
-    within = tokenizer.encode("o") + special + tokenizer.encode("k")
-    assert parse(tokenizer, within) == ParsedTurn("", "ok", ()), "special tokens are no text"
-
-
 @pytest.mark.parametrize(
     "text, name, arguments, error",
     [
@@ -98,9 +91,7 @@ def test_a_plain_turn(tokenizer):
         ('{"name": "f", "arguments": [1]}', "f", {}, "name must be a string and arguments a JSON"),
         ('{"name": "f", "arguments": {"a": NaN}}', "", {}, "call is not valid JSON: NaN is not a"),
         ("[]", "", {}, "call must be a JSON object with name and arguments"),
-        ("", "", {}, "call is not valid JSON: Expecting value"),
         ('{"name": "f"}}', "f", {}, "</tool_call> must follow the JSON object, not '}'"),
-        ('{"name": "f", "a": ' + "9" * 5000 + "}", "", {}, "call is not valid JSON: Exceeds the"),
         ('{"name":' * 99999 + "1" + "}" * 99999, "", {}, "call is not valid JSON: maximum rec"),
     ],
 )  # fmt: skip
@@ -122,26 +113,8 @@ def test_a_call_without_its_closing_tag():
     assert turn(CALL[:-5]) == ParsedTurn("", "", (READ,), truncated=True)
     tagged = turn('<tool_call>{"name": "f", "arguments": {"q": "</tool_call>"}}')
     assert tagged.truncated and tagged.calls[0].arguments == {"q": "</tool_call>"}
-    unclosed = CALL.removesuffix("</tool_call>")
-    again = turn(unclosed + CALL)
+    again = turn(CALL.removesuffix("</tool_call>") + CALL)
     assert "</tool_call> must follow" in again.calls[0].error and not again.truncated
-    quote = turn('<tool_call>{"name": "f}</tool_call>ok')
-    assert "Unterminated string" in quote.calls[0].error and quote.content == "ok"
-    prose = turn(unclosed + "So I called it.")
-    assert "must follow" in prose.calls[0].error and prose.truncated
-
-
-def test_deltas_arrive_as_early_as_they_are_certain():
-    parser = StreamParser()
-    assert parser.feed("<think>\nI ") == [("reasoning", "I ")]
-    assert parser.feed("see\n</thi") == [("reasoning", "see")]
-    assert parser.feed("nk>\n\nWell <b") == [("content", "Well <b")]
-    assert parser.feed('\n<tool_call>\n{"name": "f"') == []
-    assert parser.feed("}\n</tool_call>") == [("tool_call", '{"name": "f"}')]
-    assert parser.calls[0].name == "f"
-    assert parser.feed("\nbye\n<tool_") == [("content", "\nbye")]
-    assert parser.finish().content == "Well <b\nbye\n<tool_"
-    assert parser.last_deltas == [("content", "\n<tool_")]
 
 
 def test_parsing_stays_linear_in_what_a_broken_policy_writes():

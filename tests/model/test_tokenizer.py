@@ -8,22 +8,19 @@ import pytest
 from foreign_tokenizers import KINDS, make_foreign
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from nanorchestra.errors import UserError
-from nanorchestra.model.tokenizer import (
-    SPECIAL_TOKENS,
-    TEXT_TOKENS,
-    Tokenizer,
-    train_bpe,
-)
+from nanorchestra.model.tokenizer import SPECIAL_TOKENS, TEXT_TOKENS, Tokenizer, train_bpe
 
 LINE = (
     "The cheapest expert answers the question.\n\nIt's 12 cents, they'll say: 東京, naïve, {}.\r\n"
 )
 CORPUS = [LINE * 3, "  the  end\n" * 3]
 ADDED = (*SPECIAL_TOKENS, *TEXT_TOKENS)
-QUICK = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+QUICK = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 ODD = ["<|im_", "end|>", "</", "think>", "e\u0301", "🙂", "東", "\r\n", "\n\n", "  ", "'ll", "7"]
+ODD += ["<|eot_id|>", " cheapestexpert", "12345", "a  b"]
 PIECES = st.sampled_from([*ADDED, *ODD])
 TEXTS = st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=12).map("".join)
 
@@ -31,13 +28,6 @@ TEXTS = st.lists(st.one_of(PIECES, st.text(max_size=8)), max_size=12).map("".joi
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return train_bpe(CORPUS, 330)
-
-
-@pytest.fixture(scope="module")
-def saved(tokenizer, tmp_path_factory):
-    path = tmp_path_factory.mktemp("saved") / "deep" / "dir"
-    tokenizer.save(path)
-    return path
 
 
 @QUICK
@@ -62,44 +52,17 @@ def test_added_tokens_are_those_of_qwen3_in_its_order(tokenizer):
 
 
 @pytest.mark.slow  # importing transformers takes seconds
-def test_transformers_gives_the_same_ids_and_text(tokenizer, saved):
-    from transformers import AutoTokenizer
-
-    reference = AutoTokenizer.from_pretrained(saved)
-    assert (
-        len(reference) == tokenizer.vocab_size and reference.eos_token_id == tokenizer.end_of_turn
-    )
-
-    @QUICK
-    @given(text=TEXTS)
-    def check(text):
-        ids = reference(text, add_special_tokens=False)["input_ids"]
-        if not any(token in text for token in ADDED):
-            assert ids == tokenizer.encode(text)
-        assert reference.decode(ids) == tokenizer.decode(ids)
-        kept = tokenizer.decode(ids, skip_special=True)
-        assert reference.decode(ids, skip_special_tokens=True) == kept
-
-    check()
-
-
-FOREIGN_ODD = ["<|im_start|>", "<|eot_id|>", "</tool_call>", " cheapestexpert", "12345", "a  b"]
-FOREIGN_PIECES = st.sampled_from([*FOREIGN_ODD, *ODD])
-FOREIGN_TEXTS = st.lists(st.one_of(FOREIGN_PIECES, st.text(max_size=8)), max_size=12).map("".join)
-
-
-@pytest.mark.slow  # importing transformers takes seconds
-@pytest.mark.parametrize("kind", KINDS)
-def test_transformers_gives_the_same_ids_of_other_models_tokenizers(kind, tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = Tokenizer.from_dir(make_foreign(kind, tmp_path / "foreign"))
+@pytest.mark.parametrize("kind", ["qwen3", *KINDS])
+def test_transformers_gives_the_same_ids_and_text(kind, tokenizer, tmp_path):
+    if kind != "qwen3":
+        tokenizer = Tokenizer.from_dir(make_foreign(kind, tmp_path / "foreign"))
     tokenizer.save(tmp_path / "saved")
     reference = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert len(reference) == tokenizer.vocab_size
     added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
 
     @QUICK
-    @given(text=FOREIGN_TEXTS)
+    @given(text=TEXTS)
     def check(text):
         ids = reference(text, add_special_tokens=False)["input_ids"]
         if not any(token in text for token in added):
@@ -128,11 +91,10 @@ def test_no_text_becomes_an_added_token_of_another_models_tokenizer(kind, tmp_pa
         assert tokenizer.decode(ids) == text
 
 
-def test_a_tokenizer_of_another_kind_is_refused_in_one_line_that_names_it(saved, tmp_path):
+def test_a_tokenizer_of_another_kind_is_refused_in_one_line_that_names_it(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
     file = tmp_path / "tokenizer.json"
-    data = json.loads((saved / "tokenizer.json").read_text(encoding="utf-8"))
     words = {"type": "BPE", "vocab": {"\u2581the": 0}, "merges": []}  # as SentencePiece's
-    sentence_piece = json.dumps(data | {"model": words})
-    file.write_text(sentence_piece)
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | {"model": words}))
     with pytest.raises(UserError, match=re.escape(f"{file}: ") + ".*expected a byte-level BPE"):
         Tokenizer.from_dir(tmp_path)
