@@ -99,12 +99,8 @@ class GuardPages(TorchDispatchMode):
     """Places the memory of every tensor that is made between two pages that cannot be accessed.
 
     An access before its first page or past its last one ends the process with SIGSEGV. The tensor
-    ends where its last page ends, or begins where its first page begins (`at_end`).
+    ends where its last page ends.
     """
-
-    def __init__(self, at_end: bool):
-        super().__init__()
-        self.at_end = at_end
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -129,7 +125,7 @@ class GuardPages(TorchDispatchMode):
         pages = -(-storage.nbytes() // page) * page
         memory = mmap.mmap(-1, pages + 2 * page)
         first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        offset = page + (pages - storage.nbytes() if self.at_end else 0)
+        offset = page + pages - storage.nbytes()
         ctypes.memmove(first + offset, storage.data_ptr(), storage.nbytes())
         for guard in (first, first + page + pages):
             protected = ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), page, 0)
