@@ -2,9 +2,9 @@
 
 "What is the code of order 512? Keep it cheap." The records have a note on order 512. It says the
 code, or names another row, a matter that only an expert knows, or two numbers to multiply. Which
-words are tables, and which expert knows which matter, is said nowhere: a policy learns it from
-rewards. A policy that decides on the prompt alone is right in about a third of the tasks, since the
-others need a result as an argument of the next call.
+words are tables, and which expert knows which matter, is said nowhere: only rewards tell. A policy
+that decides on the prompt alone is right in about a third of the tasks, since the others need a
+result as an argument of the next call.
 
 `Desk` is the world: its tasks, and the environment of an attempt. `teach` demonstrates for a warm
 start how notes are read and calls are written. What to do next it draws at random, so that neither
