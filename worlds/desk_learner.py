@@ -5,7 +5,7 @@ names (`Step` of desk.py), and the answer is the last number that was read. What
 which word pays, from the rewards of attempts at training tasks. `Table` takes the last sentence as
 a whole, `Linear` takes a note and the last result as bags of n-grams, of up to NGRAM words.
 
-Features, rate and exploration were tuned on the form of the desk before this one (docs/results.md).
+Features, rate and exploration were tuned on training tasks (docs/results.md).
 """
 
 import random
@@ -20,9 +20,9 @@ from worlds.desk import EXPERTS, MOST_CALLS, Desk, Step, after_call, asked, rank
 from worlds.metrics import score
 from worlds.programs import Program, play_program
 
-EXPLORED = 0.05  # share of the choices in practice that are random
-RATE = 0.05  # of the linear learner
-NGRAM = 2  # words of a feature at most
+EXPLORED = 0.02  # share of the choices in practice that are random
+RATE, LAST_RATE = 0.1, 0.01  # of the linear learner, which falls evenly over its attempts
+NGRAM = 3  # words of a feature at most
 UNTRIED = 0.5  # reward that a table expects of a choice that was never made
 
 
@@ -89,8 +89,8 @@ class Table:
         (row,) = features
         return self.sums[row] / self.counts[row] if self.counts[row] else UNTRIED
 
-    def learn(self, features: list[Hashable], reward: float) -> None:
-        """Learns from the reward of an attempt."""
+    def learn(self, features: list[Hashable], reward: float, share: float) -> None:
+        """Learns from the reward of an attempt; `share` of the attempts came before."""
         (row,) = features
         self.sums[row] += reward
         self.counts[row] += 1
@@ -118,9 +118,10 @@ class Linear:
         """Returns the reward that is expected after a choice."""
         return sum(self.weights[feature] for feature in features)
 
-    def learn(self, features: list[Hashable], reward: float) -> None:
-        """Learns from the reward of an attempt, by a step of least squares."""
-        step = RATE * (reward - self.value(features)) / len(features)
+    def learn(self, features: list[Hashable], reward: float, share: float) -> None:
+        """Takes a step of least squares towards the reward of an attempt."""
+        rate = RATE + (LAST_RATE - RATE) * share
+        step = rate * (reward - self.value(features)) / len(features)
         for feature in features:
             self.weights[feature] += step
 
@@ -145,7 +146,7 @@ class Learner:
             attempt = play_program(program, self.world.environment(task, index), index)
             reward = score(task, attempt).reward
             for features in path:
-                self.values.learn(features, reward)
+                self.values.learn(features, reward, index / self.attempts)
         return self.values
 
     def _play(
