@@ -14,13 +14,13 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from nanorchestra.records import Task, ToolResult
 from worlds.desk import EXPERTS, MOST_CALLS, Desk, Step, after_call, asked, ranked
 from worlds.metrics import score
 from worlds.programs import Program, play_program
 
-EXPLORED = 0.02  # share of the choices in practice that are random
 RATE, LAST_RATE = 0.1, 0.01  # of the linear learner, which falls evenly over its attempts
 NGRAM = 3  # words of a feature at most
 UNTRIED = 0.5  # reward that a table expects of a choice that was never made
@@ -77,6 +77,7 @@ def ngrams(words: list[str], length: int) -> list[tuple[str, ...]]:
 class Table:
     """Values a choice by the mean reward after it, for each last sentence and wish."""
 
+    explored: ClassVar[float] = 0.05  # share of the choices in practice that are random
     sums: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
     counts: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -100,6 +101,7 @@ class Table:
 class Linear:
     """Values a choice by a sum of weights: of the wish, what was read, the experts asked."""
 
+    explored: ClassVar[float] = 0.02
     weights: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
 
     def features(self, seen: Situation, choice: str) -> list[Hashable]:
@@ -160,7 +162,7 @@ class Learner:
         seen = Situation(task, task.question, task.question, Step(asked(task.question)))
         while True:
             options = {choice: values.features(seen, choice) for choice in seen.choices()}
-            if rng and rng.random() < EXPLORED:
+            if rng and rng.random() < values.explored:
                 choice = rng.choice([*options])
             else:
                 worth = {choice: values.value(features) for choice, features in options.items()}
