@@ -15,6 +15,7 @@ from nanorchestra.agent.evidence import Evidence
 from nanorchestra.errors import UserError
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import argument_error
+from nanorchestra.tools.functions import load_functions
 from nanorchestra.tools.search import WebSearch
 from tools import load_tools, tool
 
@@ -222,6 +223,26 @@ def test_a_bad_catalogue_is_one_line_that_names_the_file_and_the_setting(load, c
     with pytest.raises(UserError, match=f"^t.json: {says}") as refused:
         load(content)
     assert "\n" not in str(refused.value) and "-123" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings, hint, says",
+    [
+        (
+            "",
+            "list[complex]",
+            r"parameter x is list\[complex\], which JSON cannot hold; write str, ",
+        ),
+        ("", "range", "parameter x is range, which JSON cannot hold; write str, int, "),
+        ("price=3", "int", "@tool has no setting price; it has kind, usd_per_call, timeout_s, "),
+    ],
+)
+def test_a_function_that_is_no_tool_is_one_line(tmp_path, settings, hint, says):
+    file = tmp_path / "mine.py"
+    text = 'from tools import tool\n\n\n@tool({})\ndef f(x: {}):\n    """Does."""\n'
+    file.write_text(text.format(settings, hint))
+    with pytest.raises(UserError, match=f"^{file}, line 4: function f: {says}"):
+        load_functions(file)
 
 
 def test_a_result_that_a_function_makes_charges_what_was_stated_at_most():

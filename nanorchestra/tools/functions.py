@@ -28,14 +28,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, validate_call
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
 
 from nanorchestra.agent.failures import EndpointError, is_infrastructure
 from nanorchestra.agent.threads import in_daemon
 from nanorchestra.agent.tool import Tool
-from nanorchestra.errors import UserError, require
+from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.entries import Decorated
@@ -45,6 +47,7 @@ from nanorchestra.validation import validated
 
 FUNCTION = "function"  # a kind that works for no role
 NEEDED = {"search": "query", "code": "code"}  # the one argument that a function of a kind needs
+TYPES = "str, int, float, bool, Literal, list, dict, a TypedDict, a dataclass or a union of these"
 MOST_GIVEN_UP = 64  # calls that were given up and may still run
 GIVEN_UP: list[Future] = []  # those calls; some may have ended since
 
@@ -174,7 +177,8 @@ def tool(
     """Decorates a typed, documented function, which becomes a FunctionTool of its name.
 
     `settings` are usd_per_call, timeout_s and result_words. UserError if a type hint or the
-    docstring is missing, or if a function of this kind needs another argument.
+    docstring is missing, if a type has no JSON form, or if a function of this kind needs another
+    argument.
     """
     if function is None:
         return lambda given: tool(given, kind=kind, **settings)
@@ -182,13 +186,20 @@ def tool(
     text, _, section = (inspect.getdoc(function) or "").partition("\nArgs:\n")
     require(text.strip(), f"{where}: it has no docstring, which tells the policy what it does")
     told = dict(re.findall(r"^ +(\w+)[^:\n]*: (.+)$", section, re.MULTILINE))
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        if name != "return":
+            _check_type(hint, f"{where}: parameter {name}")
     schema = TypeAdapter(function).json_schema()
     require(schema["type"] == "object", f"{where}: name each parameter; *args are not offered")
     for name, shape in schema["properties"].items():
-        del shape["title"]
+        shape.pop("title", None)  # a type with a name of its own has it elsewhere
         require(shape, f"{where}: parameter {name} has no type hint; write {name}: str")
         if name in told:
             shape["description"] = told[name]
+    known = Decorated.__annotations__
+    for name in settings:
+        right = f"it has {', '.join(known)}{nearest(name, known)}"
+        require(name in known, f"{where}: @tool has no setting {name}; {right}")
     settings = validated(Decorated, settings | {"kind": kind}, where)
     if kind in NEEDED:
         _check_argument(kind, schema, where)
@@ -215,6 +226,22 @@ def _validated(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
+
+
+class _JsonTypes(GenerateJsonSchema):
+    """Refuses complex numbers, for which pydantic's schema is that of any text."""
+
+    def complex_schema(self, schema):
+        return self.handle_invalid_for_json_schema(schema, "complex")
+
+
+def _check_type(hint, where) -> None:
+    """Raises UserError unless values of a type can be written in JSON."""
+    try:
+        TypeAdapter(hint).json_schema(schema_generator=_JsonTypes)
+    except PydanticUserError:
+        name = inspect.formatannotation(hint)
+        raise UserError(f"{where} is {name}, which JSON cannot hold; write {TYPES}") from None
 
 
 def _check_argument(kind, schema, where) -> None:
