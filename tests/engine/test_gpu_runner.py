@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from kernel_check import DEVICE
@@ -18,6 +24,12 @@ from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
 SHAPE = ModelConfig(320, 32, 48, 1, 4, 2, head_dim=16, tie_word_embeddings=True)
 UNTIED = ModelConfig(320, 128, 128, 1, 4, 2, head_dim=32)  # can be quantised
+
+# What torch computes in a captured step, beside the kernels. None of it waits or allocates memory
+# outside of the graph's pool.
+CAPTURED = {"embedding", "unbind", "flatten", "copy_", "new_zeros"}  # in place of new_empty
+CAPTURED |= {"to", "mul", "cos", "sin"}  # the rotation
+CAPTURED |= {"linear", "matmul", "numpy_T", "promote_types"}  # products
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +152,23 @@ def test_draws_and_scores_are_from_fp32_logits(engine, monkeypatch, quantise, ro
 def test_what_the_kernels_cannot_serve_is_refused_when_the_engine_is_made(engine):
     with pytest.raises(UserError, match="page size is 24; the GPU's kernels take 16, 32, 64"):
         engine(page_size=24)
+
+
+@pytest.mark.slow
+def test_after_the_start_nothing_is_captured_compiled_or_waited_for():
+    """Requests come and go, alone and in groups, some guided, some with reports.
+
+    In a process without the interpreter; the compiler is only asked, not run.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    script, steps = Path(__file__).with_name("fake_gpu_rollout.py"), 200
+    command = [sys.executable, str(script), str(steps)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    seen = json.loads(run.stdout)
+    assert seen["steps"] == steps and seen["kernels"] > 5
+    assert seen["compiled"] == [] and seen["captures"] == 0
+    assert set(seen["captured_operations"]) <= CAPTURED
+    assert seen["waits"] == {}
+    assert seen["ahead"] > steps / 2 and seen["replays"] > steps / 2
