@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from nanorchestra.errors import UserError
-from nanorchestra.files import read_text, write_whole
+from nanorchestra.files import read_text, read_toml, write_whole
 from nanorchestra.report import plots
 from nanorchestra.report.tables import (
     answers_table,
@@ -64,10 +64,13 @@ def write_report(path: str | Path, live: bool = False) -> None:
         "Warm start": plots.curves(warm_start, plots.WARM_START),
     }
     groups, pairs = _attempts(run)
+    world = read_toml(run.path / "config.toml").get("task", {}).get("world", "desk")
+    worlds = [part.partition("=")[0].strip() for part in world.split(",")]  # a mixture has several
     write_page(
         run,
         "run.html",
         live=live,
+        at_desk="desk" in worlds,
         summary=summary,
         seconds=summary.get("seconds") or sum(row["seconds"] for row in rows),
         warm_start_steps=len(warm_start),

@@ -166,6 +166,8 @@ def held_out_text(summary: Json) -> str:
     """Returns the held-out scores of a training run, and what it calls in the end, as lines."""
     scores = table(held_out_scores(summary), f"on {summary['held_out']['tasks']} held-out tasks")
     by_preference = summary["held_out"]["after"]["calls_by_preference"]
+    if not any(by_preference.values()):  # nothing was called
+        return scores
     return "\n".join([scores, "", *aligned(calls_table(by_preference, AFTER_CALLS))])
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from nanorchestra.report.comparison import write_comparison
 from nanorchestra.report.page import write_report
+from nanorchestra.report.tables import AFTER_CALLS, held_out_text
 from nanorchestra.training.run import RunFolder
 
 EVIL = '</pre></script><script>alert(1)</script><img src="http://evil.example" onerror="alert(2)">'
@@ -107,7 +108,18 @@ def test_the_page_of_a_run_shows_what_there_is_at_every_stage(run):
     assert page.row("after GRPO", table=1)["of the attempts"] == "50.0%"
     assert page.row("cheap", table=2)["reward"] == "0.250 → 0.500"
     assert page.row("chain", table=3)["right"] == "70.0% → 70.0%"
-    assert page.row("cheap", table=4)["ant"] == "0.50"
+    assert page.row("cheap", table=4)["ant"] == "0.50" and "At the desk" in page.text
+
+
+def test_a_run_elsewhere_says_nothing_of_the_desk_and_nothing_of_calls_without_any(tmp_path):
+    run = RunFolder.create(tmp_path / "one", '[task]\nworld = "questions:desk.jsonl=0.9, data/"\n')
+    after = HELD_OUT["after"] | {"calls_by_preference": {"cheap": {}}, "tasks": 3}
+    summary = SUMMARY | {"held_out": HELD_OUT | {"after": after, "tasks": 3}}
+    run.write_json("summary.json", summary)
+    write_report(run.path)
+    page = Page(run.path)
+    assert "At the desk" not in page.text and "Calls per task after GRPO" not in page.text
+    assert AFTER_CALLS not in held_out_text(summary)
 
 
 def test_the_page_of_an_evaluation_has_the_numbers_of_its_summary(run):
