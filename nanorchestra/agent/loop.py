@@ -271,7 +271,17 @@ class Rollout:
         on_event: OnEvent | None = None,
     ) -> list[Trajectory]:
         """Returns the trajectory of one attempt at each environment, in the same order."""
-        return asyncio.run(self._run(environments, seeds, on_event))
+
+        async def played():
+            try:
+                return await self._run(environments, seeds, on_event)
+            except KeyboardInterrupt:  # asyncio would log a task that ends with it
+                return None
+
+        trajectories = asyncio.run(played())
+        if trajectories is None:
+            raise KeyboardInterrupt
+        return trajectories
 
     def attempt(self, index: int, env: Environment, seed: int, on_event: OnEvent | None) -> Attempt:
         """Returns the attempt in an environment, which is number `index` of those that run."""
