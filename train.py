@@ -127,7 +127,8 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     player = build_player(config, engine, rollout.temperature)
     held_out_player = build_player(config, engine, config.evaluation.temperature)
     user_reward = reward_of_user(run, world)
-    if note := note_on_tools(config.model.path, config.task.world, "model.path"):
+    note = note_on_tools(config.model.path, config.task.world, "model.path")
+    if note and not is_dry_run(config):  # whose model is not the user's choice
         run.say(note)
     # Ranks wait for the slowest rollout, which may take hours where tools are slow.
     rollout_ranks = ranks.with_own_group(rollout_timeout_s(config))

@@ -20,7 +20,7 @@ from nanorchestra.errors import UserError
 from nanorchestra.model.checkpoint import NANO_BASE
 from nanorchestra.records import Trajectory
 from nanorchestra.settings import load_config
-from nanorchestra.training.command import Stop
+from nanorchestra.training.command import Stop, choose_run, parse
 from nanorchestra.training.distributed import Ranks
 from nanorchestra.training.rollout import play_on_ranks, require_most_worked
 from nanorchestra.training.run import RunFolder
@@ -110,6 +110,16 @@ def test_a_run_from_a_draft_that_is_killed_ends_the_same(
         assert again.train()
     assert load_config(run.folder.path / "config.toml").model.path == "draft"
     assert results(again) == expected
+
+
+def test_a_used_name_and_a_dry_run_are_told_of_in_one_line(tmp_path, capsys):
+    RunFolder.create(tmp_path / "mine", "")
+    words = ["--run.root", str(tmp_path), "--run.name", "mine"]
+    with pytest.raises(UserError, match=f"one: .*{tmp_path} --run.name mine-2$"):
+        choose_run(parse(words), words)
+    words += ["--config", "qwen3-8b", "--dry-run"]
+    choose_run(parse(words), words)
+    assert capsys.readouterr().out == "dry run: assets/base in place of Qwen/Qwen3-8B\n"
 
 
 def test_only_a_second_sigint_ends_the_run_at_once():

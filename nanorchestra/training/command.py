@@ -94,7 +94,11 @@ def choose_run(options: Options, words: list[str]) -> tuple[Config, Path, bool]:
         not settings.is_dry_run(config),
         f"run.name is {config.run.name!r}; names of dry runs end so, --dry-run gives them",
     )
+    first = int(os.environ.get("RANK", 0)) == 0  # which alone makes the directory, and says so
     if options.dry_run:
+        named = config.model.path
+        if first and named and Path(named).resolve() != NANO_BASE:
+            print(f"dry run: assets/base in place of {named}", flush=True)
         config = settings.scaled_down(config, str(NANO_BASE))
     path = path_of_run(config.run.root, config.run.name, "run.name")
     # torchrun starts the same command again after a failure. The run's own config.toml has the
@@ -102,7 +106,6 @@ def choose_run(options: Options, words: list[str]) -> tuple[Config, Path, bool]:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if again and (path / "config.toml").exists():
         return settings.load_config(path / "config.toml"), path, True
-    first = int(os.environ.get("RANK", 0)) == 0  # which alone makes the directory, and says so
     makes_it = first and not options.dry_run and not options.plan
     if makes_it and (path / "config.toml").is_file():
         raise UserError(_two_commands(path, words))
@@ -116,7 +119,11 @@ def _two_commands(path: Path, words: list[str]) -> str:
         resume += ["--grpo.steps", str(2 * steps)]  # it is finished
     while os.path.lexists(path.with_name(f"{path.name}-{number}")):
         number += 1
-    other = [*words, "--run.name", f"{path.name}-{number}"]
+    other = []
+    for before, word in zip(["", *words], words, strict=False):
+        if "--run.name" not in (before, word.partition("=")[0]):
+            other.append(word)
+    other += ["--run.name", f"{path.name}-{number}"]
     return (
         f"{path}: there is such a run; to go on with it: {training_command(*resume)}; "
         f"to begin another one: {training_command(*other)}"
