@@ -54,6 +54,14 @@ def test_only_public_methods_of_the_class_itself_are_tools(tmp_path):
     assert hasattr(sys.modules["json"], "dumps")
 
 
+def test_a_reset_that_does_not_follow_the_seed_is_refused(tmp_path):
+    file = tmp_path / "drifts.py"
+    file.write_text(f"import random\nclass A:\n{RESET}".replace("'What?'", "str(random.random())"))
+    says = f"{file}: A.reset: two calls with seed 0 gave different questions; draw from "
+    with pytest.raises(UserError, match=re.escape(says + "random.Random(seed)")):
+        opened(file)
+
+
 RESET = "    def reset(self, seed):\n        return 'What?'\n"
 TOOL = "    def ask(self, what: str) -> str:\n        '''Asks.'''\n        return what\n"
 
