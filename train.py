@@ -106,6 +106,7 @@ from worlds.desk_programs import PROGRAMS
 from worlds.load import agent_of, note_on_tools, open_world
 from worlds.routers import programs_by_name
 from worlds.user_reward import UserReward, load_reward
+from worlds.user_world import UserWorld
 
 
 def train(run: TrainingRun, sandbox: Sandbox) -> bool:
@@ -127,6 +128,10 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     player = build_player(config, engine, rollout.temperature)
     held_out_player = build_player(config, engine, config.evaluation.temperature)
     user_reward = reward_of_user(run, world)
+    parts = getattr(world, "worlds", {"": world}).values()  # of a mixture
+    own_worlds = [part for part in parts if isinstance(part, UserWorld)]
+    for number, own in enumerate(own_worlds):
+        keep_file(run, f"world{number or ''}", own.name, own.source)
     note = note_on_tools(config.model.path, config.task.world, "model.path")
     if note and not is_dry_run(config):  # whose model is not the user's choice
         run.say(note)
@@ -616,20 +621,25 @@ def build_player(config: Config, engine: Engine, temperature: float) -> Rollout:
 
 
 def reward_of_user(run: TrainingRun, world: World) -> UserReward | None:
-    """Returns the function that task.reward names, and keeps its file in the run's directory.
-
-    UserError for a resumed run that began with another file. docs/worlds.md has an example.
-    """
+    """Returns the function that task.reward names. docs/worlds.md has an example. UserError."""
     reward = load_reward(run.config.task.reward, world.task("train", 0))
-    kept = run.folder.path / "reward.py"
-    if reward and run.resumed:
-        same = kept.is_file() and read_text(kept) == reward.source
-        right = f"it is not the file that the run began with, which is {kept}; put that back"
-        require(same, f"{reward.name}: {right}, or start another run")
-    elif reward and run.ranks.first:
-        write_whole(kept, reward.source)
-        run.say(f"reward: {reward.name}, kept as {kept}")
+    if reward:
+        keep_file(run, "reward", reward.name, reward.source)
     return reward
+
+
+def keep_file(run: TrainingRun, part: str, name: str, source: str) -> None:
+    """Keeps the user's file of a part in the run's directory, as PART.py.
+
+    UserError if a step has been taken with another file.
+    """
+    kept = run.folder.path / f"{part}.py"
+    if kept.is_file() and any(run.folder.rows("metrics")):
+        right = f"it is not the file that the run began with, which is {kept}; put that back"
+        require(read_text(kept) == source, f"{name}: {right}, or start another run")
+    elif run.ranks.first:
+        write_whole(kept, source)
+        run.say(f"{part}: {name}, kept as {kept}")
 
 
 @command("train.py")

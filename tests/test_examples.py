@@ -76,6 +76,19 @@ def test_a_run_is_paid_by_the_function_and_goes_on_only_with_it(make_training, t
     assert summary["held_out"]["after"]["reward"] > 7.0
 
 
+def test_a_run_goes_on_only_with_its_world_once_a_step_is_taken(make_training, tmp_path):
+    file, example = tmp_path / "sums.py", (EXAMPLES / "make24.py").read_text()
+    file.write_text(example)
+    begun = {"grpo.steps": 2, "task.world": f"desk=0.1, {file}=0.9"}
+    assert not make_training("own", begun, steps=0).train()
+    file.write_text(example.replace("add up to", "sum to"))  # nothing is learnt yet
+    assert not make_training("own", resume=True, steps=1).train()
+    assert (tmp_path / "own" / "world.py").read_text() == file.read_text()
+    file.write_text(example)
+    with pytest.raises(UserError, match=f"{file}: it is not the file .*world.py; put that back"):
+        make_training("own", resume=True).train()
+
+
 def test_the_first_rank_pays_held_out_attempts_and_the_others_take_what_it_paid(monkeypatch):
     """A reward that asks a judge is asked once, and no two ranks have other scores."""
     paid = []

@@ -26,7 +26,7 @@ from typing_extensions import TypedDict
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.world import Split
 from nanorchestra.errors import UserError, WorldError, require
-from nanorchestra.files import import_file
+from nanorchestra.files import import_file, read_text
 from nanorchestra.records import Bounds, Preference, Task
 from nanorchestra.tools.functions import FunctionTool, is_within, tool
 from nanorchestra.validation import Number, Text, validated
@@ -48,9 +48,10 @@ class Stated(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class UserWorld:
-    """The tasks of a user's class, without end. `name` is the path of its file."""
+    """The tasks of a user's class, without end. `name` is its file's path, `source` its text."""
 
     name: str
+    source: str
     kind: type
     seed: int
 
@@ -147,6 +148,7 @@ class UserEnvironment(ToolEnvironment):
 
 def load_user_world(name: str, seed: int) -> UserWorld:
     """Returns the world of a Python file. UserError that names file, class and method."""
+    source = read_text(name)
     module = own_code(lambda: import_file(Path(name), "user_world"), name, name)
     kinds = []
     for value in vars(module).values():
@@ -156,7 +158,7 @@ def load_user_world(name: str, seed: int) -> UserWorld:
     names = [kind.__name__ for kind in kinds]
     require(kinds, f"{name}: it has no class with a method reset(self, seed)")
     require(len(kinds) == 1, f"{name}: {', '.join(names)} have a method reset; leave it to one")
-    world = UserWorld(name, kinds[0], seed)
+    world = UserWorld(name, source, kinds[0], seed)
     (_, first), (_, second) = world._begun(0), world._begun(0)
     require(
         first["question"] == second["question"],
