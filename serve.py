@@ -365,6 +365,7 @@ def local_rollout(
         running,
         options.quantise,
         chats=not (options.tools or options.index or options.mcp),
+        named=options.model,
         **engine_options,
     )
     weight = rollout.engine.model.embed_tokens.weight
@@ -398,7 +399,7 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         spending = Spending(replies=replies)
         world = questions_of(model, options.tools, options.index, sandbox, spending)
         if remote and title.endswith(SERVED):
-            world = OpenQuestions([])  # it has tools of its own
+            world = OpenQuestions([], "those of its server")
         if remote:
             states_seed = options.seed is not None
             rollout = policy.load(spending, 1).sampling(temperature, states_seed)
@@ -406,7 +407,7 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         else:
             rollout, about = local_rollout(options, model, sampling, world)
         if not rollout.tokenizer.markers:
-            world = OpenQuestions([])
+            world = OpenQuestions([], "none (this tokenizer has no <tool_call>; see docs/serve.md)")
         rollout.survives_failures = True  # a person would rather have an answer without that expert
         if options.http:
             serve_openai(options, title, rollout, world, sampling)
@@ -421,7 +422,8 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         )
         typing = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
         if options.ask or not typing:
-            notes = filter(None, [about, world.title, world.shorthand])
+            notes = [note for note in (about, world.title, world.shorthand) if note]
+            notes += [] if world.tools else [f"tools: {world.names}"]
             print("; ".join(notes), file=sys.stderr)
             return converse(terminal, [options.ask] if options.ask else sys.stdin)
         terminal.at_prompt = True

@@ -80,7 +80,8 @@ class Policy:
             temperature = self.settings.get("temperature")
             return EndpointRollout(self.base, price, tokenizer, settings, spending, temperature)
         sampling = {name: self.settings[name] for name in SAMPLING}
-        return load_rollout(Path(self.base), settings, sampling, running)
+        word = CHANGE.split(self.text)[0]
+        return load_rollout(Path(self.base), settings, sampling, running, named=word)
 
     def environment(self, world: World, task: Task, seed: int) -> Environment:
         """Returns an attempt at a task of a world, with this policy's tools and limit of dollars.

@@ -50,7 +50,10 @@ STRANGE = (
 
 
 class OpenQuestions:
-    """Any question, with `tools`, in one conversation. The tools in `off` are not on offer."""
+    """Any question, with `tools`, in one conversation. The tools in `off` are not on offer.
+
+    `without` is said in place of their names where there are none.
+    """
 
     title = "any question; seconds of tools are measured, prices are the catalogue's"
     shorthand = ""  # what abbreviations in descriptions and thoughts mean
@@ -58,10 +61,16 @@ class OpenQuestions:
     outside = ""  # what is said of a question that is not of the world
     alone = False  # whether each question is a task of its own, outside any conversation
 
-    def __init__(self, tools: list[Tool]):
+    def __init__(self, tools: list[Tool], without: str = "none"):
         self.tools = tools
+        self.without = without
         self.off: set[str] = set()  # names
         self.examples = examples_of(tools)
+
+    @property
+    def names(self) -> str:
+        """The names of the tools, for people."""
+        return ", ".join(tool.name for tool in self.tools) or self.without
 
     def facts(self) -> Json:
         """Returns what the chat page shows before a question: examples, tools and their prices."""
@@ -297,7 +306,7 @@ class Terminal:
         """What may be called, and its price; NAME switches one off, or on again."""
         off = self.world.off
         names = [tool.name for tool in self.world.tools]
-        wrong = f"/tools: no {text!r}; there are {', '.join(names)}{nearest(text, names)}"
+        wrong = f"/tools: no {text!r}; there are {self.world.names}{nearest(text, names)}"
         require(not text or text in names, wrong)
         if text in off:
             off.remove(text)
@@ -306,11 +315,13 @@ class Terminal:
         for tool in self.world.tools:
             state = "off, " if tool.name in off else ""
             self.console.line(f"  {tool.name} ({state}{price(tool)}): {tool.description}")
+        if not self.world.tools:
+            self.console.line(f"tools: {self.world.names}")
 
     def do_model(self, text: str) -> None:
         """The checkpoint, its device and sampling; the world and the tools."""
-        names = ", ".join(tool.name for tool in self.world.tools)
-        self.console.line(f"model: {self.about}\nworld: {self.world.title}\ntools: {names}")
+        told = f"model: {self.about}\nworld: {self.world.title}\ntools: {self.world.names}"
+        self.console.line(told)
 
     def do_example(self, text: str) -> None:
         """Asks an example, each time the next."""

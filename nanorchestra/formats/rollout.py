@@ -29,6 +29,7 @@ def load_rollout(
     running: int,
     quantise: str | None = None,
     chats: bool = False,
+    named: str = "",
     **engine_options: int,
 ) -> Rollout:
     """Returns a rollout of a checkpoint: in bfloat16 on a GPU, in float32 on a CPU.
@@ -38,7 +39,8 @@ def load_rollout(
     positions bound their context too. quantise: "int8" or "int4" rounds the linear layers.
     The KV pool of a GPU is what memory is free, unless engine_options of Engine say another; that
     of a CPU has room for `running` attempts. With `chats` the tokenizer may lack Qwen3's markers:
-    such a model answers, but calls no tools. UserError if the checkpoint is not whole.
+    such a model answers, but calls no tools. named: the user's word for the model, for the message
+    that it lacks them. UserError if the checkpoint is not whole.
     """
     device = device_named()
     cuda = device.type == "cuda"
@@ -47,7 +49,7 @@ def load_rollout(
     pack(model)
     require(tokenizer, f"{path}: no tokenizer.json; it must lie beside the weights")
     if not chats:
-        tokenizer.require_markers(path)
+        tokenizer.require_markers(named or path)
     context = min(settings.context_tokens, model.config.max_position_embeddings)
     if not cuda and not engine_options:
         pages_per_attempt = -(-context // PAGE_SIZE) + 1

@@ -174,7 +174,8 @@ class Tokenizer:
         require(
             self.markers,
             f"{model}: its tokenizer lacks {lacking}: it can chat, but not call tools or be "
-            f"trained; python -m nanorchestra.formats.adopt {model} --out DIR gives it the tokens",
+            f"trained; python -m nanorchestra.formats.adopt {model} --out DIR, in the project's "
+            "directory, gives it the tokens",
         )
 
     def save(self, path: str | Path) -> None:

@@ -74,7 +74,7 @@ def load_policy(
     model, tokenizer = load_checkpoint(directory, device, dtype=None, build=build, tensors=tensors)
     lora.reset(model, config.run.seed)
     require(tokenizer, f"{directory}: no tokenizer.json; training needs it beside the weights")
-    tokenizer.require_markers(directory)
+    tokenizer.require_markers(config.model.path)
     return model, tokenizer
 
 
