@@ -72,15 +72,6 @@ def test_a_pipe_of_questions_and_commands(endpoint, tools, monkeypatch, capsys):
     assert limited[-2]["tool_calls"] and "refused python" in limited[-1]["content"]
 
 
-def test_without_a_server_one_line_takes_the_place_of_an_answer(endpoint, capsys):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        assert serve.main(["--model", f"m@{url}", "--ask", "What is 6 * 7?"]) == 1
-    out, err = capsys.readouterr()
-    assert not out and err.endswith(f"\nserve.py: no server at {url} (connection refused)\n")
-
-
 def test_over_http_the_loop_alone_is_served(endpoint, tools, monkeypatch):
     started = []
 

@@ -5,7 +5,6 @@ It takes any question, with the tools of a catalogue, or those of the desk.
 
 import itertools
 import json
-import re
 import sys
 import time
 from collections import Counter
@@ -38,7 +37,6 @@ from worlds.preferences import worded
 
 SEARCH = "Finds passages of documents for a query of a few words."
 KEYS = "Ctrl-C stops an answer, /quit or Ctrl-D leaves; Tab completes, Alt-Enter breaks the line"
-NO_SERVER = re.compile(r"Error: \S+ at (\S+) failed \(no connection \((.*)\)\)")  # of a policy
 COPIED = 3  # examples, to copy
 MOST_EXAMPLES = 4  # of tools that answer any question
 FRIENDLY = (
@@ -229,7 +227,7 @@ class Terminal:
         start = time.monotonic()
         env = self.world.open(question, self.preference, seed)
         task = env.task
-        console.trajectory = unreached = None
+        console.trajectory = None
         if not self.at_prompt:
             console.say("task", env.messages[0]["content"])
         elif self.world.shorthand and not self.total:  # once a session
@@ -238,8 +236,6 @@ class Terminal:
             self.transcript.lead(env)
         try:
             self.rollout.run([env], [seed], on_event=console.on_event)
-            if unreached := self._unreached(console.trajectory):
-                console.forget()
         except KeyboardInterrupt:
             if not console.trajectory:
                 raise
@@ -248,14 +244,6 @@ class Terminal:
             console.rest()
         t = console.trajectory
         seconds = time.monotonic() - start
-        self.last = to_row(task, t)
-        if self.trace:
-            append_line(self.trace, json.dumps(self.last))
-        if unreached:
-            url, why = unreached.groups()
-            print(f"serve.py: no server at {url} ({why.lower()})", file=sys.stderr)
-            self.status = 1
-            return t
         if task.data:
             self.transcript.note(task.question, t.answer)
         elif any(t.sampled):
@@ -276,19 +264,15 @@ class Terminal:
             text += f", {tokens} tokens" if (tokens := self.total["tokens"]) else ""
         console.say("cost", text)
         console.end()
+        self.last = to_row(task, t)
+        line = json.dumps(self.last)
+        if self.trace:
+            append_line(self.trace, line)
         if self.as_json:
-            print(json.dumps(self.last), flush=True)
+            print(line, flush=True)
         if t.status == "stopped" and not self.at_prompt:
             raise KeyboardInterrupt
         return t
-
-    def _unreached(self, t: Trajectory) -> re.Match[str] | None:
-        """Returns address and cause if the first request for an answer to a script had no server.
-
-        At a prompt, and as JSON, that is told as any failure is.
-        """
-        quiet = self.at_prompt or self.as_json or len(t.turns) > 1
-        return None if quiet else NO_SERVER.fullmatch(t.failure)
 
     def _why(self, task: Task, t: Trajectory) -> str:
         """Returns why an attempt has no answer, in words."""

@@ -52,10 +52,6 @@ class Console:
             self.screen.print(self._rows())
         self._label = self._text = ""
 
-    def forget(self) -> None:
-        """Drops the text that was begun."""
-        self._label = self._text = ""
-
     def line(self, text: str) -> None:
         """Writes lines of their own."""
         self.end()
@@ -71,13 +67,11 @@ class Console:
             self.say(LABELS[part], text)
         if kind == "text":
             return
-        begun = self._label != "task"  # until then the question stands alone, and can be forgotten
         if kind == "turn":
-            if begun and (self._called or self.trajectory.turns[-1].finish_reason != "stop"):
+            if self._called or self.trajectory.turns[-1].finish_reason != "stop":
                 self._end_unanswered()
             self._called = False
-        if begun:
-            self.end()
+        self.end()
         now = time.monotonic()
         if kind == "turn":
             self.sampling += now - self._begun
