@@ -54,10 +54,13 @@ def test_only_public_methods_of_the_class_itself_are_tools(tmp_path):
     assert hasattr(sys.modules["json"], "dumps")
 
 
-def test_a_reset_that_does_not_follow_the_seed_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "drifts", ["str(random.random())", "setattr(self, 'answer', random.random()) or 'What?'"]
+)
+def test_a_reset_that_does_not_follow_the_seed_is_refused(tmp_path, drifts):
     file = tmp_path / "drifts.py"
-    file.write_text(f"import random\nclass A:\n{RESET}".replace("'What?'", "str(random.random())"))
-    says = f"{file}: A.reset: two calls with seed 0 gave different questions; draw from "
+    file.write_text(f"import random\nclass A:\n{RESET}".replace("'What?'", drifts))
+    says = f"{file}: A.reset: two calls with seed 0 gave different tasks; draw from "
     with pytest.raises(UserError, match=re.escape(says + "random.Random(seed)")):
         opened(file)
 
