@@ -6,6 +6,7 @@ import json
 import random
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from openai_server import openai_server, said
@@ -109,6 +110,25 @@ def test_nothing_of_the_held_out_half_has_a_part_in_a_choice(tmp_path):
         ]
     assert world.bounds == other.bounds
     assert [offer.description for offer in world.offers] == [o.description for o in other.offers]
+
+
+def test_with_shuffled_truth_every_policy_is_at_chance(tmp_path):
+    """A right answer is then a coin with p = 0.6 for each class, whoever gave it and to what."""
+    cases, rng = rows(500), random.Random(1)
+    for case in cases:
+        outcomes = {letter: int(rng.random() < 0.6) for letter in "ABCD"}
+        for answer in case["answers"].values():
+            answer[1] = outcomes[answer[0]]
+    world = opened(tmp_path, cases)
+    tasks = [task for task in tasks_of(world) if task.preference.name == "right"]
+    programs = Baselines(world).programs()
+    oracle = programs.pop("oracle")
+    del programs["chance"]
+    assert len(tasks) > 200
+    for name, program in programs.items():
+        share = fmean(attempt.outcome for attempt in played(program, world, tasks))
+        assert abs(share - 0.6) < 4 * (0.24 / len(tasks)) ** 0.5, name
+    assert fmean(attempt.outcome for attempt in played(oracle, world, tasks)) > 0.75
 
 
 def answer(body):
