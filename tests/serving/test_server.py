@@ -149,6 +149,21 @@ def test_a_failure_of_the_device_ends_the_requests_and_not_the_server(http, runn
     assert "fourty-two" in contents(http.post(CHAT, json=chat_body()))[0]
 
 
+def test_many_at_once_are_neither_lost_nor_mixed_up(http):
+    def ask(i):
+        seed = i % 8
+        body = chat_body(f"babble {seed}", seed=seed, max_tokens=5 + seed, stream=i % 3 == 0)
+        answer = http.post(CHAT, json=body)
+        if i % 3:
+            return seed, answer.json()["choices"][0]["message"]["content"] or ""
+        deltas = [chunk["choices"][0]["delta"] for chunk in events(answer)]
+        return seed, "".join(delta.get("content", "") for delta in deltas)
+
+    with ThreadPoolExecutor(32) as pool:
+        pairs = list(pool.map(ask, range(64)))
+    assert len(set(pairs)) == 8
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_pages(http, running, stream):
     rng = random.Random(0)
