@@ -119,10 +119,10 @@ def _two_commands(path: Path, words: list[str]) -> str:
         resume += ["--grpo.steps", str(2 * steps)]  # it is finished
     while os.path.lexists(path.with_name(f"{path.name}-{number}")):
         number += 1
-    other = []
-    for before, word in zip(["", *words], words, strict=False):
-        if "--run.name" not in (before, word.partition("=")[0]):
-            other.append(word)
+    other = [*words]
+    if "--run.name" in words:
+        named = words.index("--run.name")
+        del other[named : named + 2]  # with its value
     other += ["--run.name", f"{path.name}-{number}"]
     return (
         f"{path}: there is such a run; to go on with it: {training_command(*resume)}; "
