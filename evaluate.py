@@ -116,8 +116,9 @@ def read_options(arguments: list[str], description: str | None = None) -> Namesp
     add("--max-usd", type=float, default=math.inf, help="that endpoints may cost together")
     add("--run", help=f"name of the directory in runs/ (default: {RUN}, or the next free {RUN}-N)")
     options = parser.parse_args(arguments)
-    least = min(options.tasks, options.trials, options.parallel)
-    require(least > 0, f"--tasks, --trials and --parallel must be at least 1, not {least}")
+    for name in ("tasks", "trials", "parallel"):
+        count = getattr(options, name)
+        require(count > 0, f"--{name} is {count}; it must be at least 1")
     path_of_run(RUNS, RUN if options.run is None else options.run, "--run")
     return options
 
