@@ -61,6 +61,7 @@ MISTAKES = [  # a command, its arguments, what the line has to say, and files of
     ("evaluate.py", "--taks 1", "unrecognized arguments: --taks 1; did you mean --tasks?"),
     ("evaluate.py", "--trials 0", "--trials is 0; it must be at least 1"),
     ("evaluate.py", "--policy mine", f"linear-{PRACTISED}, routers; did you mean mine/model?"),
+    ("evaluate.py", "--policy runs/a/model", "runs/a/model: there is no such path; it must be a"),
     ("evaluate.py", "--policy mine/model:top_p=2", "top_p must be above 0, at most 1"),
     ("evaluate.py", "--policy program:usd=nan", "usd must be US dollars, 0 or more"),
     ("evaluate.py", "--policy program:turns=3", "turns=3 must be basic, none, or a number of usd"),

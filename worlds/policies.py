@@ -123,8 +123,9 @@ def parse(text: str, routers: Collection[str], option: str = "--policy") -> Poli
         kind = "checkpoint"
         words = [*routers, ROUTERS] if routers else []
         known = ", ".join(["a checkpoint", "a hub id", "MODEL@URL", *words])
-        unknown = f"{where}: {base} is none of {known}{_nearest(base, words)}"
         is_other = Path(base).is_dir() and not (Path(base) / "config.json").exists()
+        problem = "it has no config.json" if is_other else "there is no such path"
+        unknown = f"{where}: {problem}; it must be {known}{_nearest(base, words)}"
         require(formats.names_model(base) and not is_other, unknown)
         path = formats.directory_of(base)
         settings |= checkpoint_settings(path)
