@@ -25,6 +25,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections import defaultdict
@@ -182,6 +183,9 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
                 done += len(block)
                 bar.update(done - bar.n)
     except UserError as error:
+        if not (played or spending.spent):  # frees the name for a corrected command
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise
         problem = f"{error}. {run.path} has what was measured; the same command goes on"
     finally:
         bar.close()

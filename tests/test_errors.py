@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +63,7 @@ MISTAKES = [  # a command, its arguments, what the line has to say, and files of
     ("evaluate.py", "--trials 0", "--trials is 0; it must be at least 1"),
     ("evaluate.py", "--policy mine", f"linear-{PRACTISED}, routers; did you mean mine/model?"),
     ("evaluate.py", "--policy runs/a/model", "runs/a/model: there is no such path; it must be a"),
+    ("evaluate.py", "--policy torn", "torn/model.safetensors: not a whole safetensors file"),
     ("evaluate.py", "--policy mine/model:top_p=2", "top_p must be above 0, at most 1"),
     ("evaluate.py", "--policy program:usd=nan", "usd must be US dollars, 0 or more"),
     ("evaluate.py", "--policy program:turns=3", "turns=3 must be basic, none, or a number of usd"),
@@ -88,7 +90,7 @@ MISTAKES = [  # a command, its arguments, what the line has to say, and files of
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, sandbox):
-    """A directory with a finished run `there`, and a checkpoint of another one, `mine`."""
+    """A directory with a finished run `there`, a checkpoint `mine`, and half a one, `torn`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluate, "Sandbox", lambda: nullcontext(sandbox))
     monkeypatch.setattr(train, "Sandbox", lambda: nullcontext(sandbox))
@@ -99,6 +101,7 @@ def place(tmp_path, monkeypatch, sandbox):
     )
     Path("mine").mkdir()
     Path("mine/model").symlink_to(NANO_BASE)
+    shutil.copytree(NANO_BASE, "torn", ignore=shutil.ignore_patterns("*.safetensors"))
     return tmp_path
 
 
