@@ -54,8 +54,8 @@ from nanorchestra.errors import INTERRUPTED, command, require
 from nanorchestra.files import read_text, write_whole
 from nanorchestra.formats.fetch import fetch
 from nanorchestra.formats.load import open_checkpoint
-from nanorchestra.model.checkpoint import named_hf_tensors, save_checkpoint
-from nanorchestra.model.lora import copy_adapters, save_adapter
+from nanorchestra.model.checkpoint import save_checkpoint
+from nanorchestra.model.lora import save_adapter
 from nanorchestra.model.qwen3 import Qwen3
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
@@ -72,6 +72,7 @@ from nanorchestra.training.build import (
     build_trainer,
     device_and_dtype,
     load_policy,
+    publish,
 )
 from nanorchestra.training.command import Stop, choose_run, parse, prepare_process
 from nanorchestra.training.distributed import Ranks, backward
@@ -513,21 +514,6 @@ def record(
         "skipped" if skipped else "grpo", attempts.tasks[:shown], attempts.trajectories[:shown]
     )
     run.record_step(row, update, {"rollout": attempts.seconds, "weights": publish_s})
-
-
-def publish(config: Config, trained: Qwen3, engine: Engine, dtype: torch.dtype) -> float:
-    """Copies the trained weights into the engine: adapters alone where both share the base.
-
-    Weights go by their Hugging Face names, gathered one at a time. The engine counts a version more
-    and forgets its KV. Returns the seconds that it took.
-    """
-    started = time.monotonic()
-    if config.lora.base == "int4":
-        copy_adapters(trained, engine.model)
-        engine.update_weights()
-    else:
-        engine.update_weights(named_hf_tensors(trained, dtype))
-    return time.monotonic() - started
 
 
 def save_model(

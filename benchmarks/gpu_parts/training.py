@@ -22,13 +22,13 @@ from benchmarks.gpu_parts.engine import TINY
 from nanorchestra.config import Config, GrpoSection
 from nanorchestra.engine.engine import Completion, SamplingParams
 from nanorchestra.model import lora
-from nanorchestra.model.checkpoint import PRESETS, named_hf_tensors
+from nanorchestra.model.checkpoint import PRESETS
 from nanorchestra.model.quantise import QuantisedLinear, linears
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 from nanorchestra.model.sharded import local
 from nanorchestra.report.plan import Setup, memory, peak
 from nanorchestra.settings import load_config
-from nanorchestra.training.build import as_configured, build_engine, build_trainer
+from nanorchestra.training.build import as_configured, build_engine, build_trainer, publish
 from nanorchestra.training.costs import GB, peak_flops
 from nanorchestra.training.distributed import Ranks, backward
 from nanorchestra.training.grpo import OBJECTIVES, group_advantages
@@ -119,15 +119,8 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
         times[phase] = seconds(lambda: results.append(work()), ranks.device)
         return results[0]
 
-    def publish() -> None:
-        if config.lora.base == "int4":
-            lora.copy_adapters(trainer.model, engine.model)
-            engine.update_weights()
-        else:
-            engine.update_weights(named_hf_tensors(trainer.model, dtype))
-
     for _ in range(STEPS):
-        timed("publish", publish)
+        timed("publish", lambda: publish(config, model, engine, dtype))
         done = timed("rollout", lambda: engine.generate(prompts, params))
         rewards = [sum(completion.token_ids) % 97 / 97 for completion in done]
         groups = groups_of(prompts, done, rewards, size, boost)

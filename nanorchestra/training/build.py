@@ -1,5 +1,9 @@
-"""Builds the parts of a run from its config: model, tokenizer, trainer, engine and rollout."""
+"""Builds the parts of a run from its config: model, tokenizer, trainer, engine and rollout.
 
+`publish` gives the engine the trained weights, as its model was built to take them.
+"""
+
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +17,7 @@ from nanorchestra.engine.engine import Engine
 from nanorchestra.engine.sequence import SamplingParams
 from nanorchestra.errors import require
 from nanorchestra.model import lora
-from nanorchestra.model.checkpoint import load_checkpoint, stored_group
+from nanorchestra.model.checkpoint import load_checkpoint, named_hf_tensors, stored_group
 from nanorchestra.model.native import pack
 from nanorchestra.model.quantise import FourBit, quantise_model
 from nanorchestra.model.qwen3 import Qwen3
@@ -116,7 +120,7 @@ def build_trainer(
 def build_engine(
     config: Config, trained: Qwen3, tokenizer: Tokenizer, ranks: Ranks, dtype: torch.dtype
 ) -> Engine:
-    """Returns this rank's engine; its model has no weights before train.py first publishes.
+    """Returns this rank's engine; its model has no weights before the first `publish`.
 
     trained: the model in training, whose base the engine's model shares if it is in 4 bits.
     """
@@ -144,6 +148,21 @@ def build_engine(
         max_running=rows,
         max_context=limits.context_tokens,
     )
+
+
+def publish(config: Config, trained: Qwen3, engine: Engine, dtype: torch.dtype) -> float:
+    """Copies the trained weights into the engine: adapters alone where both share the base.
+
+    Weights go by their Hugging Face names, gathered one at a time. The engine counts a version more
+    and forgets its KV. Returns the seconds that it took.
+    """
+    started = time.monotonic()
+    if config.lora.base == "int4":
+        lora.copy_adapters(trained, engine.model)
+        engine.update_weights()
+    else:
+        engine.update_weights(named_hf_tensors(trained, dtype))
+    return time.monotonic() - started
 
 
 def build_rollout(config: Config, engine: Engine, price: Price, temperature: float) -> Rollout:
