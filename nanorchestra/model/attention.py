@@ -5,26 +5,33 @@ norm of queries and keys, their rotation, the store of keys and values, and atte
 object serves all layers of a step. The rest is qwen3.py, the one PyTorch decoder of trainer and
 engine; native/native.c repeats decoder and attention in C for CPUs.
 
-`PackedAttention`, of training and scores, is differentiable. The engine's two, over KV pages, are
-in engine/paged_attention.py.
+`PackedAttention`, of training and scores, is differentiable: kernels/flash.py computes it on a GPU,
+native/packed_attention.c on a CPU. The engine's two, over KV pages, are in
+engine/paged_attention.py.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from kernels.flash import FlashWork, Span, flash_attention, flash_work
 from nanorchestra.model import ops
+from nanorchestra.model.compiler import compiled
 from nanorchestra.model.ops import qk_norm_rope
 from nanorchestra.model.rope import Rotation
 
 if TYPE_CHECKING:
     from nanorchestra.model.qwen3 import SelfAttention
+
+LARGEST_DIM = 256  # of a head, MAX_DIM of native/packed_attention.c
 
 
 class Attention(Protocol):
@@ -61,7 +68,7 @@ class PackedAttention:
 
     def __init__(self, segments: Sequence[Segment]):
         self.segments = segments
-        self._work: Work | None = None  # made by the first layer, used by all
+        self._work: FlashWork | list[Span] | None = None  # made by the first layer, used by all
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
         """Returns attention's output [T, H, D], differentiable in qkv and the norms."""
@@ -74,15 +81,13 @@ class PackedAttention:
             self._work = self._make_work(q)
         if isinstance(self._work, FlashWork):
             return flash_attention(q, k, v, self._work)
-        # In fp32: PyTorch's backward takes three times as long for short spans in 16 bits.
         wide = torch.promote_types(q.dtype, torch.float32)
-        return _SpanAttention.apply(q.to(wide), k.to(wide), v.to(wide), self._work).to(q.dtype)
+        compute = _NativeAttention.apply if _computed_in_c(q, wide) else attend_by_segment
+        return compute(q.to(wide), k.to(wide), v.to(wide), self._work).to(q.dtype)
 
-    def _make_work(self, q) -> Work:
+    def _make_work(self, q) -> FlashWork | list[Span]:
         spans = segment_spans(self.segments)
-        if not ops.by_kernel(q):
-            return _cpu_spans(spans)
-        return flash_work(spans, q.device, q.dtype)
+        return flash_work(spans, q.device, q.dtype) if ops.by_kernel(q) else spans
 
 
 def segment_spans(segments: Sequence[Segment]) -> list[Span]:
@@ -104,92 +109,99 @@ def segment_spans(segments: Sequence[Segment]) -> list[Span]:
 # Attention over a pack on a CPU.
 
 
-def _cpu_spans(spans: Sequence[Span]) -> list[Span]:
-    """Returns the spans as the CPU computes them: each segment's own keys first, then prefixes.
+def attend_by_segment(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Returns the attention [T, H, D] of spans, those of a segment in turn: in plain PyTorch.
 
-    Neighbouring queries that see the same prefix are one span, and one call of PyTorch's attention.
+    Where native/packed_attention.c cannot compute it: in fp64, for other heads, without a compiler.
     """
-    merged = []
-    prefixes = []
+    outputs = []
+    keys, values = [], []  # of the segment at hand
     for span in spans:
-        if span.causal:
-            merged.append(span)
-        else:
-            prefixes.append(span)
-    prefixes.sort(key=lambda span: (span.key_start, span.key_end, span.start))
-    for span in prefixes:
-        last = merged[-1]
-        same_keys = (last.key_start, last.key_end) == (span.key_start, span.key_end)
-        if same_keys and not last.causal and last.end == span.start:
-            merged[-1] = last._replace(end=span.end)
-        else:
-            merged.append(span)
-    return merged
+        keys.append(k[span.key_start : span.key_end])
+        values.append(v[span.key_start : span.key_end])
+        if span.causal:  # the last of its segment
+            queries = q[span.start : span.end]
+            outputs.append(_attend_at_the_end(queries, torch.cat(keys), torch.cat(values)))
+            keys, values = [], []
+    return torch.cat(outputs)
 
 
-Work = FlashWork | list[Span]  # what attention over a pack needs, on a GPU and on a CPU
+def _attend_at_the_end(q, k, v) -> Tensor:
+    """Returns the causal attention of the last len(q) tokens of a sequence with keys k."""
+    mask = q.new_ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
-class _SpanAttention(torch.autograd.Function):
-    """Attention on a CPU: one flash-attention call per span, merged by their log-sum-exps.
+def _computed_in_c(q, dtype) -> bool:
+    dim = q.shape[-1]
+    fits = dtype == torch.float32 and dim % 16 == 0 and dim <= LARGEST_DIM
+    return fits and compiled("packed_attention.c") is not None
 
-    The merge is that of Dao et al. 2022, section 3.1. The backward pass of a span, given the merged
-    output and log-sum-exp, is that span's share of the gradients. Autograd cannot derive this: it
-    does not differentiate the log-sum-exp. q, k and v are fp32 or fp64.
-    """
+
+class _Packed(ctypes.Structure):
+    """`packed` of native/packed_attention.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "grad")),
+        *((name, ctypes.c_void_p) for name in ("grad_q", "grad_k", "grad_v", "blocks", "ranges")),
+        *((name, ctypes.c_int64) for name in ("tokens", "block_count", "heads", "kv_heads", "dim")),
+    ]
+
+
+class _NativeAttention(torch.autograd.Function):
+    """Attention of spans, those of a segment in turn, in native/packed_attention.c; all in fp32."""
 
     @staticmethod
     def forward(ctx, q, k, v, spans):
-        out = q.new_empty(q.shape)  # [T, H, D]
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out = torch.empty_like(q)  # [T, H, D]
         lse = q.new_empty(q.shape[:2])  # [T, H]
-        for span in spans:
-            rows = slice(span.start, span.end)
-            span_out, span_lse = _span_forward(q, k, v, span)
-            if span.causal:  # a segment's first
-                out[rows], lse[rows] = span_out, span_lse
-                continue
-            share = torch.sigmoid(span_lse - lse[rows])[..., None]  # the span's softmax mass
-            out[rows] = torch.lerp(out[rows], span_out, share)
-            lse[rows] = torch.logaddexp(lse[rows], span_lse)
+        ctx.work = _native_work(spans)
+        _call("attention_forward", ctx.work, q=q, k=k, v=v, out=out, lse=lse)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.spans = spans
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        for span in ctx.spans:
-            rows = slice(span.start, span.end)
-            keys = slice(span.key_start, span.key_end)
-            span_dq, span_dk, span_dv = _span_backward(grad, q, k, v, out, lse, span)
-            if span.causal:
-                dq[rows], dk[keys], dv[keys] = span_dq, span_dk, span_dv
-                continue
-            dq[rows] += span_dq
-            dk[keys] += span_dk
-            dv[keys] += span_dv
-        return dq, dk, dv, None
+        tensors = dict(zip(("q", "k", "v", "out", "lse"), ctx.saved_tensors, strict=True))
+        tokens, heads, dim = q.shape
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = q.new_empty(2, heads, tokens, dim)
+        tensors |= {"grad": grad.contiguous(), "grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
+        _call("attention_backward", ctx.work, **tensors)
+        by_kv_head = (x.unflatten(0, (k.shape[1], -1)).sum(1) for x in (grad_k, grad_v))
+        return grad_q, *(x.transpose(0, 1) for x in by_kv_head), None
 
 
-def _heads_first(x, start, end) -> Tensor:
-    return x[start:end].transpose(0, 1)[None]  # [T, heads, ...] -> [1, heads, end - start, ...]
+def _native_work(spans) -> tuple[Tensor, Tensor]:
+    """Returns blocks [n, 4] and ranges [len(spans), 2], as native/packed_attention.c wants them."""
+    size = compiled("packed_attention.c").queries_of_block()
+    blocks, first = [], 0
+    for last, span in enumerate(spans, 1):
+        if span.causal:  # the last of its segment
+            for start in range(span.start, span.end, size):
+                blocks.append((start, min(size, span.end - start), first, last))
+            first = last
+    ranges = [(span.key_start, span.key_end) for span in spans]
+    return torch.tensor(blocks), torch.tensor(ranges)
 
 
-def _span_forward(q, k, v, span) -> tuple[Tensor, Tensor]:
-    """Returns the attention of one span: out [rows, H, D] and log-sum-exp [rows, H]."""
-    q = _heads_first(q, span.start, span.end)
-    k = _heads_first(k, span.key_start, span.key_end)
-    v = _heads_first(v, span.key_start, span.key_end)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, span.causal)
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
-
-
-def _span_backward(grad, q, k, v, out, lse, span) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q [rows, H, D] and of k and v [keys, Hkv, D] from one span."""
-    grad, q, out, lse = (_heads_first(x, span.start, span.end) for x in (grad, q, out, lse))
-    k, v = (_heads_first(x, span.key_start, span.key_end) for x in (k, v))
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, span.causal
+def _call(function, work, **tensors) -> None:
+    blocks, ranges = work
+    tokens, heads, dim = tensors["q"].shape
+    packed = _Packed(
+        **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+        blocks=blocks.data_ptr(),
+        ranges=ranges.data_ptr(),
+        tokens=tokens,
+        block_count=len(blocks),
+        heads=heads,
+        kv_heads=tensors["k"].shape[1],
+        dim=dim,
     )
-    return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
+    call = getattr(compiled("packed_attention.c"), function)
+    call(ctypes.byref(packed), torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""The decoder on a CPU in C: native.c, compiled for this machine at its first use.
+"""The decoder on a CPU in C: native.c.
 
 `pack` puts a model's matrices in the layout that native.c multiplies. They take the place of the
 plain ones, so memory stays as it is; only an output matrix that is tied to the embeddings is held
@@ -9,88 +9,40 @@ trained. Without a C compiler the model stays as it is, and torch computes it.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
 import mmap
-import os
-import subprocess
-import sys
-import tempfile
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanorchestra.model.compiler import compiled
 from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
 
-SOURCE = Path(__file__).with_name("native.c")
-HEADER = Path(__file__).with_name("native.h")
-COMMAND = "cc -O3 -march=native -fopenmp -fPIC -shared"
 STRIP = 16  # keys of a page that lie together, as in native.h
 WIDEST_PANEL = 32  # outputs of a matrix that lie together: the largest PANEL of native.h
 LARGEST_DIM = 256  # of a head, MAX_DIM of native.c
-CPU_FEATURES = ("flags", "Features")  # how a line of /proc/cpuinfo begins: on x86, on ARM
 
 
 @cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Returns native.c for models of this dtype, or None where it cannot be had.
-
-    It is compiled into ~/.cache/nanorchestra (XDG_CACHE_HOME), once for each source and CPU. If the
-    compiler fails, one line on stderr says so.
-    """
-    command = COMMAND.split()
+    """Returns native.c for models of this dtype, or None where it cannot be had."""
     if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
-        command.append("-DBF16")
-    elif dtype != torch.float32:
+        loaded = compiled("native.c", "-DBF16")
+    elif dtype == torch.float32:
+        loaded = compiled("native.c")
+    else:
         return None
-    sources = SOURCE.read_text() + HEADER.read_text()
-    key = hashlib.sha256(f"{command}{_cpu_features()}{sources}".encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanorchestra"
-    built = folder / f"native-{key}.so"
-    try:
-        if not built.exists():
-            _compile(command, built)
-        loaded = ctypes.CDLL(str(built))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = str(error)
-        if isinstance(error, subprocess.CalledProcessError):
-            reason = f"{command[0]}: {_first_error(error.stderr)}"
-        print(f"native.c cannot be compiled, so torch computes: {reason}", file=sys.stderr)
-        return None
-    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    loaded.linear.argtypes = [pointer, size, size, pointer, size, pointer, number]
-    loaded.forward.argtypes = [pointer, pointer, number]
+    if loaded is not None:
+        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        loaded.linear.argtypes = [pointer, size, size, pointer, size, pointer, number]
+        loaded.forward.argtypes = [pointer, pointer, number]
     return loaded
-
-
-def _cpu_features() -> str:
-    """Returns the line of /proc/cpuinfo that lists the instructions of the CPU, or ""."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else ()
-    return next((line for line in lines if line.startswith(CPU_FEATURES)), "")
-
-
-def _compile(command: list[str], built: Path) -> None:
-    """Compiles native.c into the file `built`, which is whole whenever it exists."""
-    built.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=built.parent) as directory:
-        part = Path(directory) / built.name
-        command = [*command, "-o", str(part), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
-        part.replace(built)
-
-
-def _first_error(stderr: str) -> str:
-    """Returns the first line of a compiler's output that tells of an error, or its last line."""
-    lines = stderr.strip().splitlines() or ["it says nothing"]
-    return next((line for line in lines if "error" in line), lines[-1])
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -94,9 +94,10 @@ static inline floats *tile_at(float *tile, long stride, int wide, int i) {
     return (floats *)(tile + i / wide * stride + i % wide * LANES);
 }
 
-// out [rows, LANES * wide] = x [rows, steps * PAIR] w, added to what it holds if `add`.
+// out [rows, LANES * wide] = x [rows, steps * PAIR] w, added to what it holds if `add`. If `across`,
+// x lies as [steps, rows]: its columns are summed over, of one element each.
 static inline __attribute__((always_inline)) void sum_tile(
-    int rows, int wide, const element *x, long x_stride, const element *w, long w_stride,
+    int rows, int wide, int across, const element *x, long x_stride, const element *w, long w_stride,
     float *out, long out_stride, long steps, int add) {
     floats sum[8 * WIDE];
 #pragma GCC unroll 16
@@ -105,7 +106,8 @@ static inline __attribute__((always_inline)) void sum_tile(
     for (long step = 0; step < steps; step++) {
 #pragma GCC unroll 16
         for (int i = 0; i < rows * wide; i++) {
-            const element *x_pair = x + i / wide * x_stride + step * PAIR;
+            long row = i / wide;
+            const element *x_pair = x + (across ? step * x_stride + row : row * x_stride + step * PAIR);
             const element *w_pairs = w + step * w_stride + i % wide * LANES * PAIR;
             sum[i] = multiply_add(sum[i], x_pair, *(ints *)w_pairs);
         }
@@ -115,15 +117,15 @@ static inline __attribute__((always_inline)) void sum_tile(
 }
 
 // A function for each shape of a tile, so that its sums stay in registers.
-#define CASE(n) case n: sum_tile(n, wide, x, xs, w, ws, out, os, steps, add); break;
-#define TILES(name, columns)                                                              \
+#define CASE(n) case n: sum_tile(n, wide, across, x, xs, w, ws, out, os, steps, add); break;
+#define TILES(name, columns, turned)                                                      \
     static void name(int rows, const element *x, long xs, const element *w, long ws,      \
                      float *out, long os, long steps, int add) {                          \
-        enum { wide = columns };                                                          \
+        enum { wide = columns, across = turned };                                         \
         switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) } \
     }
-TILES(panel_tile, WIDE)
-TILES(strip_tile, STRIP / LANES)
+TILES(panel_tile, WIDE, 0)
+TILES(strip_tile, STRIP / LANES, 0)
 
 // Threads share a computation in phases, in the same order each. A thread takes the next item of a
 // phase until none is left, and goes on once all are done. It waits for work, not for threads: one

@@ -1,0 +1,181 @@
+// Attention over a pack in float32, forward and backward: PackedAttention of attention.py on a CPU.
+//
+// QUERIES queries of a segment, a block, go through all keys that they see, KEYS at a time. Scores
+// are kept as [keys, queries]: a vector has one key and LANES queries, so a softmax never adds up
+// the parts of a vector. They are computed again in the backward pass, from the log-sum-exps
+// (FlashAttention-2, arXiv 2307.08691).
+// q, out and their gradients are [tokens, heads, dim], k and v [tokens, kv_heads, dim]; dim is a
+// multiple of 16. No sum depends on how threads share the work.
+
+#include "native.h"
+
+enum { QUERIES = 64 };   // of a block
+enum { KEYS = 32 };      // whose scores are in the cache together
+enum { MAX_DIM = 256 };  // of a head
+
+int queries_of_block(void) { return QUERIES; }
+
+typedef struct { int64_t start, end; } range;  // of keys
+
+// Queries of one segment. They see the ranges first_range .. last_range; of the last, the segment
+// itself, a query sees the keys up to itself.
+typedef struct { int64_t start, count, first_range, last_range; } block;
+
+typedef struct {
+    const float *q, *k, *v;
+    float *out, *lse;                  // lse [tokens, heads]: log-sum-exps of the scores
+    const float *grad;                 // that of out
+    float *grad_q, *grad_k, *grad_v;   // grad_k and grad_v are by query head: [heads, tokens, dim]
+    const block *blocks;
+    const range *ranges;
+    int64_t tokens, block_count, heads, kv_heads, dim;
+} packed;
+
+TILES(strip_tile_across, STRIP / LANES, 1)
+
+// out [keys, QUERIES] = rows [keys, dim] x, with x [dim, QUERIES].
+static void scores_of(const float *rows, long stride, long keys, const float *x, long dim,
+                      float *out) {
+    for (long key = 0; key < keys; key += TILE)
+        for (long i = 0; i < QUERIES; i += PANEL)
+            panel_tile(min(TILE, keys - key), rows + key * stride, stride, x + i, QUERIES,
+                       out + key * QUERIES + i, QUERIES, dim, 0);
+}
+
+// out [keys, dim] += weights [keys, QUERIES] rows, with rows [queries, dim].
+static void add_by_key(const float *weights, long keys, const float *rows, long stride,
+                       long queries, long dim, float *out) {
+    for (long key = 0; key < keys; key += TILE)
+        for (long i = 0; i < dim; i += STRIP)
+            strip_tile(min(TILE, keys - key), weights + key * QUERIES, QUERIES, rows + i, stride,
+                       out + key * dim + i, dim, queries, 1);
+}
+
+// out [queries, dim] += weights^T rows, with weights [keys, QUERIES] and rows [keys, dim].
+static void add_by_query(const float *weights, long queries, const float *rows, long stride,
+                         long keys, long dim, float *out, long out_stride) {
+    for (long query = 0; query < queries; query += TILE)
+        for (long i = 0; i < dim; i += STRIP)
+            strip_tile_across(min(TILE, queries - query), weights + query, QUERIES, rows + i, stride,
+                              out + query * out_stride + i, out_stride, keys, 1);
+}
+
+// out [dim, QUERIES] = rows [count, dim]^T times scale; 0 beyond count.
+static void transpose(const float *rows, long stride, long count, long dim, float scale,
+                      float *out) {
+    for (long i = 0; i < dim; i++)
+        for (long j = 0; j < QUERIES; j++)
+            out[i * QUERIES + j] = j < count ? rows[j * stride + i] * scale : 0;
+}
+
+// Masks the scores [keys, QUERIES] of keys behind their query: keys are those from first_key on,
+// queries those from first_query on.
+static void mask_future(float *scores, long first_key, long keys, long first_query) {
+    for (long key = 0; key < keys; key++)
+        for (long i = 0; i < min(QUERIES, first_key + key - first_query); i++)
+            scores[key * QUERIES + i] = -1e30f;
+}
+
+// A loop over the keys of a block: the `keys` from first_key on, and whether they are of its `own`
+// segment.
+#define FOR_KEYS(p, b)                                                                     \
+    for (long r = (b)->first_range; r < (b)->last_range; r++)                              \
+        for (long own = r == (b)->last_range - 1, first_key = (p)->ranges[r].start,        \
+                  end = own ? (b)->start + (b)->count : (p)->ranges[r].end, keys;          \
+             keys = min(KEYS, end - first_key), first_key < end; first_key += KEYS)
+
+static void forward_block(const packed *p, const block *b, long head) {
+    long dim = p->dim, stride = p->heads * dim, kv_stride = p->kv_heads * dim;
+    long kv_head = head / (p->heads / p->kv_heads);
+    float query[MAX_DIM * QUERIES], scores[KEYS * QUERIES], rescale[QUERIES];
+    float running_max[QUERIES], running_sum[QUERIES];
+    float *out = p->out + b->start * stride + head * dim;
+    transpose(p->q + b->start * stride + head * dim, stride, b->count, dim, 1 / sqrtf(dim), query);
+    for (long i = 0; i < QUERIES; i++) running_max[i] = -1e30f, running_sum[i] = 0;
+    for (long i = 0; i < b->count; i++) memset(out + i * stride, 0, dim * sizeof(float));
+    FOR_KEYS(p, b) {
+        long at = first_key * kv_stride + kv_head * dim;
+        scores_of(p->k + at, kv_stride, keys, query, dim, scores);
+        if (own) mask_future(scores, first_key, keys, b->start);
+        for (long i = 0; i < QUERIES; i += LANES) {
+            floats *old_max = (floats *)(running_max + i), new_max = *old_max;
+            for (long key = 0; key < keys; key++)
+                new_max = max_of_each(*(floats *)(scores + key * QUERIES + i), new_max);
+            floats shrink = exponential(*old_max - new_max), sum = all(0);
+            for (long key = 0; key < keys; key++) {
+                floats *score = (floats *)(scores + key * QUERIES + i);
+                *score = exponential(*score - new_max);
+                sum += *score;
+            }
+            *old_max = new_max;
+            *(floats *)(running_sum + i) = *(floats *)(running_sum + i) * shrink + sum;
+            *(floats *)(rescale + i) = shrink;
+        }
+        for (long i = 0; i < b->count; i++) {
+            if (rescale[i] == 1) continue;
+            for (long j = 0; j < dim; j++) out[i * stride + j] *= rescale[i];
+        }
+        add_by_query(scores, b->count, p->v + at, kv_stride, keys, dim, out, stride);
+    }
+    for (long i = 0; i < b->count; i++) {
+        p->lse[(b->start + i) * p->heads + head] = running_max[i] + logf(running_sum[i]);
+        for (long j = 0; j < dim; j++) out[i * stride + j] /= running_sum[i];
+    }
+}
+
+// With p = exp(score - lse) and s = q . k / sqrt(dim):
+//     grad_v = p^T grad,  grad_s = p (grad v^T - sum(grad out)),
+//     grad_q = grad_s k / sqrt(dim),  grad_k = grad_s^T q / sqrt(dim)
+static void backward_block(const packed *p, const block *b, long head) {
+    long dim = p->dim, stride = p->heads * dim, kv_stride = p->kv_heads * dim;
+    long kv_head = head / (p->heads / p->kv_heads);
+    long rows_at = b->start * stride + head * dim;
+    float query[MAX_DIM * QUERIES], grad[MAX_DIM * QUERIES];
+    float weights[KEYS * QUERIES], grads[KEYS * QUERIES], lse[QUERIES] = {0}, delta[QUERIES] = {0};
+    float scale = 1 / sqrtf(dim);
+    transpose(p->q + rows_at, stride, b->count, dim, scale, query);
+    transpose(p->grad + rows_at, stride, b->count, dim, 1, grad);
+    for (long i = 0; i < b->count; i++) {
+        const float *of_out = p->grad + rows_at + i * stride, *out = p->out + rows_at + i * stride;
+        lse[i] = p->lse[(b->start + i) * p->heads + head];
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (long j = 0; j < dim; j++) sum += of_out[j] * out[j];
+        delta[i] = sum;
+        memset(p->grad_q + rows_at + i * stride, 0, dim * sizeof(float));
+    }
+    FOR_KEYS(p, b) {
+        long at = first_key * kv_stride + kv_head * dim;
+        long grad_at = (head * p->tokens + first_key) * dim;
+        scores_of(p->k + at, kv_stride, keys, query, dim, weights);
+        if (own) mask_future(weights, first_key, keys, b->start);
+        scores_of(p->v + at, kv_stride, keys, grad, dim, grads);
+        for (long key = 0; key < keys; key++)
+            for (long i = 0; i < QUERIES; i += LANES) {
+                floats *weight = (floats *)(weights + key * QUERIES + i);
+                floats *of_score = (floats *)(grads + key * QUERIES + i);
+                *weight = exponential(*weight - *(floats *)(lse + i));
+                *of_score = *weight * (*of_score - *(floats *)(delta + i)) * scale;
+            }
+        add_by_key(weights, keys, p->grad + rows_at, stride, b->count, dim, p->grad_v + grad_at);
+        add_by_key(grads, keys, p->q + rows_at, stride, b->count, dim, p->grad_k + grad_at);
+        add_by_query(grads, b->count, p->k + at, kv_stride, keys, dim, p->grad_q + rows_at, stride);
+    }
+}
+
+void attention_forward(const packed *p, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (long item = 0; item < p->block_count * p->heads; item++)
+        forward_block(p, p->blocks + item / p->heads, item % p->heads);
+}
+
+// A thread computes a whole head, whose gradients of keys and values no other adds to.
+void attention_backward(const packed *p, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (long head = 0; head < p->heads; head++) {
+        long size = p->tokens * p->dim;
+        memset(p->grad_k + head * size, 0, size * sizeof(float));
+        memset(p->grad_v + head * size, 0, size * sizeof(float));
+        for (long i = 0; i < p->block_count; i++) backward_block(p, p->blocks + i, head);
+    }
+}
