@@ -372,9 +372,15 @@ def table_rows(file: Path) -> Iterator[tuple[int, Any]]:
     if form in (".csv", ".tsv"):
         csv.field_size_limit(sys.maxsize)  # an image is a long text
         lines = io.StringIO(read_text(file).removeprefix("\ufeff"), newline="")
-        rows = csv.DictReader(lines, delimiter="\t" if form == ".tsv" else ",")
-        for row in rows:
-            yield rows.line_num, {name: text for name, text in row.items() if name}
+        rows = csv.DictReader(lines, delimiter="\t" if form == ".tsv" else ",", strict=True)
+        ended = 1  # line of the last whole row, at first of the names
+        try:
+            for row in rows:
+                yield rows.line_num, {name: text for name, text in row.items() if name}
+                ended = rows.line_num
+        except csv.Error as error:
+            right = 'a " must be closed, and written twice within quotes'
+            raise UserError(f"{file}, row from line {ended + 1} on: {error}; {right}") from None
     elif form == ".parquet":
         right = f"{file}: Parquet needs the package pyarrow: pip install pyarrow"
         require(find_spec("pyarrow"), right)

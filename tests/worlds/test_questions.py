@@ -10,6 +10,7 @@ import pytest
 
 from nanorchestra.agent.tool import Allowance
 from nanorchestra.config import TaskSection
+from nanorchestra.errors import UserError
 from nanorchestra.formats import hub
 from nanorchestra.records import Price, ToolCall
 from worlds.load import open_world
@@ -121,6 +122,15 @@ def test_a_row_that_is_no_question_is_left_out_with_one_line(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "5 of 6 rows are left out" in said and "line 1: answer is missing" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("end", ["", 'Ada\n"Who else?",Bob\n'])
+def test_a_quote_that_is_not_closed_is_told_with_its_row(end, tmp_path):
+    """The rest of the file, or up to the next quote, would be one row, and its rows lost."""
+    file = tmp_path / "rows.csv"
+    file.write_text(f'question,answer\n"Who\nis it?",Ada\n"Who?,Bob\n{end}')
+    with pytest.raises(UserError, match="rows.csv, row from line 4 on: .*must be closed"):
+        load_rows(file)
 
 
 PUBLISHED_AS = {  # the columns that are read, and rows; no tool can see the picture
