@@ -167,12 +167,12 @@ class _NativeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        tensors = dict(zip(("q", "k", "v", "out", "lse"), ctx.saved_tensors, strict=True))
         tokens, heads, dim = q.shape
         grad_q = torch.empty_like(q)
         grad_k, grad_v = q.new_empty(2, heads, tokens, dim)
-        tensors |= {"grad": grad.contiguous(), "grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
-        _call("attention_backward", ctx.work, **tensors)
+        given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad": grad.contiguous()}
+        results = {"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v}
+        _call("attention_backward", ctx.work, **given, **results)
         by_kv_head = (x.unflatten(0, (k.shape[1], -1)).sum(1) for x in (grad_k, grad_v))
         return grad_q, *(x.transpose(0, 1) for x in by_kv_head), None
 
