@@ -133,6 +133,8 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     own_worlds = [part for part in parts if isinstance(part, UserWorld)]
     for number, own in enumerate(own_worlds):
         keep_file(run, f"world{number or ''}", own.name, own.source)
+    if agent := agent_of(config.task):
+        keep_file(run, "agent", agent, read_text(agent.rpartition(":")[0]))
     note = note_on_tools(config.model.path, config.task.world, "model.path")
     if note and not is_dry_run(config):  # whose model is not the user's choice
         run.say(note)

@@ -22,6 +22,15 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "openai_agent.py"
 COUNT = 8
 CLIENT = openai.OpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0)
 
+OWN = """
+import openai
+
+def play(attempt):
+    client = openai.OpenAI(base_url=attempt.base_url, api_key=attempt.api_key)
+    client.chat.completions.create(model="any", messages=[{"role": "user", "content": "What?"}])
+    return 0.5
+"""
+
 
 @pytest.fixture(scope="module")
 def ours():
@@ -164,3 +173,11 @@ def test_calls_are_billed_and_run_side_by_side(ours, world):
     calls_usd = sum(result["cost_usd"] for result in results)
     own_usd = ours.price.cost(t.sampled.count(False), t.sampled.count(True))
     assert t.cost_usd == pytest.approx(calls_usd + own_usd) and calls_usd > 0
+
+
+def test_a_run_keeps_the_file_of_its_agent(make_training, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    world = f"agent:{file}:play"
+    run = make_training("own", {"grpo.steps": 1, "task.world": world})
+    assert run.train() and (run.folder.path / "agent.py").read_text() == OWN
