@@ -8,6 +8,7 @@ float32.
 import fcntl
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,19 +77,23 @@ PRE_TOKENIZERS = {
 def converted(path: Path) -> Path:
     """Returns the directory of a GGUF file, which may be the first of several parts. UserError.
 
-    A file with the same name, size and time of change is not converted again. Of several processes
-    one converts, and the others wait.
+    A file with the same path, size and time of change is not converted again; the copy of what the
+    file was before is removed. Of several processes one converts, and the others wait.
     """
     state = path.stat()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanorchestra"
-    target = cache / "gguf" / f"{path.stem}-{state.st_size}-{state.st_mtime_ns}-{FORM}"
+    copies = cache / "gguf" / path.resolve().relative_to("/")
+    target = copies / f"{state.st_size}-{state.st_mtime_ns}-{FORM}"
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.with_name(f"{target.name}.lock"), "w") as lock:
+    copies.mkdir(parents=True, exist_ok=True)
+    with open(copies / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
+            before = [copy for copy in copies.iterdir() if copy.is_dir()]
             _convert(path, target)
+            for copy in before:
+                shutil.rmtree(copy, ignore_errors=True)
     return target
 
 

@@ -88,11 +88,14 @@ def test_log_probabilities_are_those_of_transformers(kind, architecture, tmp_pat
 def test_a_file_is_converted_once_and_again_when_it_changes(cache, tmp_path, capsys):
     path = write_gguf(tmp_path / "model.gguf", a_model().bfloat16(), "BF16")
     copy = formats.directory_of(path)
-    assert copy.parent == cache and f"GB is {copy}\n" in capsys.readouterr().err
+    assert copy.is_relative_to(cache) and f"GB is {copy}\n" in capsys.readouterr().err
     assert stored_dtype(copy) == "bfloat16"
     assert formats.directory_of(path) == copy and not capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    other = formats.directory_of(write_gguf(tmp_path / "other" / path.name, a_model(), "F32"))
     write_gguf(path, a_model(), "F32")
     assert formats.directory_of(path) != copy
+    assert other.exists() and not copy.exists()
 
 
 def test_a_split_file_is_read_by_its_first_part(tmp_path):
