@@ -323,13 +323,11 @@ def policy_update(
     sums = UpdateMetrics(loss_ids)
     micro_batches = trainer.micro_batches(groups)  # this rank's; every rank has equally many
     for batch in micro_batches:
-        hidden = trainer.hidden(batch)  # [N, hidden], of the N ids in the loss
-        trainer_logprobs, entropy = trainer.logprobs(hidden, batch, temperature)  # [N], [N]
+        # [N] each, of the N ids in the loss; the KL from the reference is None without its term
+        kind = objective.kl if grpo.kl_coef else ""
+        trainer_logprobs, entropy, kl = trainer.logprobs(batch, temperature, kind)
         # The trainer's before this step: with one update, those of now.
         first_logprobs = batch.first_logprobs if grpo.mini_batch else trainer_logprobs.detach()
-        kl = None  # [N]
-        if grpo.kl_coef:
-            kl = trainer.kl_to_reference(hidden, trainer_logprobs, batch, objective.kl, temperature)
         losses, terms = policy_loss(trainer_logprobs, first_logprobs, entropy, kl, batch, grpo)
         loss = losses.sum() / loss_ids  # a share of the mean; without ids 0, and it has a graph
         backward(loss, trainer.model, trainer.ranks, last=batch is micro_batches[-1])
@@ -420,7 +418,7 @@ def supervised_update(
     sums = UpdateMetrics(loss_ids)
     micro_batches = trainer.micro_batches(groups)
     for batch in micro_batches:
-        logprobs, entropy = trainer.logprobs(trainer.hidden(batch), batch)  # [N], [N]
+        logprobs, entropy, _ = trainer.logprobs(batch)  # [N], [N]
         loss = -logprobs.sum() / loss_ids
         backward(loss, trainer.model, trainer.ranks, last=batch is micro_batches[-1])
         sums.add(loss=-logprobs, entropy=entropy)

@@ -32,7 +32,7 @@ def update(trainer, groups, learning_rate):
     """Makes one optimizer step, of an update whose ratio is 1; returns its metrics."""
     sums = UpdateMetrics(sum(sample.loss_ids for group in groups for sample in group.samples))
     for batch in trainer.micro_batches(groups):
-        logprobs, entropy = trainer.logprobs(trainer.hidden(batch), batch)
+        logprobs, entropy, _ = trainer.logprobs(batch)
         losses = -batch.advantages * (logprobs - logprobs.detach()).exp()
         (losses.sum() / sums.loss_ids).backward()
         sums.add(loss=losses, entropy=entropy)

@@ -65,7 +65,7 @@ def log_probabilities(part: Part) -> None:
     hidden, weight = (x.requires_grad_() for x in leaves)
     options = {"temperature": 8.0, "vocab_limit": ids - 3}
     token_logprobs(hidden[:0], weight, targets[:0], **options)[0].sum().backward()
-    logprobs, _ = token_logprobs(hidden, weight, targets, **options)
+    logprobs, _, _ = token_logprobs(hidden, weight, targets, **options)
     got = torch.autograd.grad(logprobs.sum(), leaves)
 
     wide = [x.detach().double().requires_grad_() for x in leaves]

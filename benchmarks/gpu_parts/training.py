@@ -153,14 +153,11 @@ def policy_update(trainer: Trainer, groups: list[Group], grpo: GrpoSection) -> d
     sums = UpdateMetrics(loss_ids)
     micro_batches = trainer.micro_batches(groups)
     for batch in micro_batches:
-        hidden = trainer.hidden(batch)
-        logprobs, _ = trainer.logprobs(hidden, batch)
+        kind = OBJECTIVES[grpo.objective].kl if grpo.kl_coef else ""
+        logprobs, _, kl = trainer.logprobs(batch, kl=kind)
         losses = -batch.advantages * logprobs
-        if grpo.kl_coef:
-            kind = OBJECTIVES[grpo.objective].kl
-            losses = losses + grpo.kl_coef * trainer.kl_to_reference(
-                hidden, logprobs, batch, kind, 1.0
-            )
+        if kl is not None:
+            losses = losses + grpo.kl_coef * kl
         last = batch is micro_batches[-1]
         backward(losses.sum() / loss_ids, trainer.model, trainer.ranks, last=last)
         sums.add(loss=losses)

@@ -28,100 +28,84 @@ FULL_TILES = 256  # ids; a chunk is a multiple of it
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, vocab_limit: int
-) -> tuple[Tensor, Tensor]:
-    """Returns log softmax(hidden @ weight.T / temperature) at `targets`, and the entropy in nats.
-
-    The softmax is over the ids below `vocab_limit`. hidden [N, H] and weight [V, H] in one float
-    dtype, targets int64 [N]. Both results are [N] in fp32 (fp64 for fp64). Gradients flow from the
-    log-probabilities into hidden and weight; the entropy has none.
-    """
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, vocab_limit)
-
-
-def full_kl(
     hidden: Tensor,
-    ref_hidden: Tensor,
     weight: Tensor,
-    ref_weight: Tensor,
+    targets: Tensor,
     *,
+    reference: tuple[Tensor, Tensor] | None = None,
     temperature: float = 1.0,
     vocab_limit: int,
-) -> Tensor:
-    """Returns KL(p || q) = sum_v p_v (log p_v - log q_v) at each position, exactly, in nats.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns log p at `targets`, the entropy of p in nats, and KL(p || q), exact, in nats.
 
-    p and q are the softmaxes of policy and reference at `temperature` over the ids below
-    `vocab_limit`. hidden, ref_hidden [N, H]; weight, ref_weight [V, H] -> [N] in fp32 (fp64 for
-    fp64). Gradients flow into hidden and weight.
+    p = softmax(hidden @ weight.T / temperature) over the ids below `vocab_limit`; q is that of the
+    `reference`, its hidden states and weight. Without one the KL is None.
+
+    hidden [N, H] and weight [V, H] in one float dtype, targets int64 [N]. Results are [N] in fp32
+    (fp64 for fp64). Gradients flow from log-probabilities and KL into hidden and weight; the
+    entropy has none.
     """
-    return _FullKL.apply(hidden, weight, ref_hidden, ref_weight, temperature, vocab_limit)
+    ref_hidden, ref_weight = reference or (None, None)
+    return _TokenLogprobs.apply(
+        hidden, weight, ref_hidden, ref_weight, targets, temperature, vocab_limit
+    )
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, limit):
-        ctx.temperature, ctx.chunks = temperature, _chunks(hidden, limit, logits=1)
-        seen = _of_no_ids(hidden)
-        chosen = hidden.new_zeros(len(hidden), 1, dtype=_wide(hidden))  # logits of the targets
+    def forward(ctx, hidden, weight, ref_hidden, ref_weight, targets, temperature, limit):
+        ctx.temperature = temperature
+        ctx.chunks = _chunks(hidden, limit, logits=1 if ref_hidden is None else 2)
+        zeros = hidden.new_zeros(len(hidden), 1, dtype=_wide(hidden))
+        seen = ref_seen = _of_no_ids(hidden)
+        chosen = ref_chosen = zeros  # logits of the targets
         for ids in ctx.chunks:
-            logits = wide_product(hidden, weight[ids].T)  # [N, ids]
-            seen = _merge(seen, _softmax_mean(logits, logits, temperature))
             column, inside = _column(targets, ids)
+            logits = wide_product(hidden, weight[ids].T)  # [N, ids]
             chosen = torch.where(inside, logits.gather(1, column), chosen)
-        logsumexp, mean = seen
+            values = [logits]
+            if ref_hidden is not None:
+                ref_logits = wide_product(ref_hidden, ref_weight[ids].T)
+                ref_chosen = torch.where(inside, ref_logits.gather(1, column), ref_chosen)
+                ref_seen = _merge(ref_seen, _softmax_means(ref_logits, temperature, []))
+                values.append(logits - ref_logits)
+            seen = _merge(seen, _softmax_means(logits, temperature, values))
+        logsumexp, means = seen
         logprobs = _of_positions(chosen.double() / temperature - logsumexp, hidden)
-        entropy = _of_positions(logsumexp - mean / temperature, hidden)
-        ctx.save_for_backward(hidden, weight, targets, logprobs, logsumexp.to(logprobs.dtype))
+        entropy = _of_positions(logsumexp - means[:, :1] / temperature, hidden)
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        kl, mean = None, zeros  # mean: of logits - ref_logits under p
+        if ref_hidden is not None:
+            ref_logsumexp, _ = ref_seen
+            kl = _of_positions(means[:, 1:] / temperature - logsumexp + ref_logsumexp, hidden)
+            mean = means[:, 1:]
+        rows = logsumexp.to(logprobs.dtype), mean.to(logprobs.dtype), chosen - ref_chosen
+        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, targets, logprobs, *rows)
+        return logprobs, entropy, kl
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, _):
-        hidden, weight, targets, logprobs, logsumexp = ctx.saved_tensors
+    def backward(ctx, grad, _, grad_of_kl):
+        hidden, weight, ref_hidden, ref_weight, targets, logprobs, *rows = ctx.saved_tensors
+        logsumexp, mean, chosen_difference = rows
         grad = (grad / ctx.temperature)[:, None]
-        grad_of_target = -grad * logprobs.expm1()[:, None]  # grad (1 - p)
+        of_target = -grad * logprobs.expm1()[:, None]  # grad (1 - p)
+        if ref_hidden is not None:
+            # d = (logits - ref_logits) / temperature, and z = logits / temperature
+            grad_of_kl = (grad_of_kl / ctx.temperature**2)[:, None]
+            of_target += logprobs.exp()[:, None] * (chosen_difference - mean) * grad_of_kl
 
         def grad_logits(ids):
-            logits = wide_product(hidden, weight[ids].T)
-            grads = _softmax_times(-grad, logits, logsumexp, ctx.temperature, weight.dtype)
+            logits, factor = wide_product(hidden, weight[ids].T), -grad
+            if ref_hidden is not None:
+                ref_logits = wide_product(ref_hidden, ref_weight[ids].T)
+                factor = (logits - ref_logits).sub_(mean).mul_(grad_of_kl).sub_(grad)
+            grads = _softmax_times(factor, logits, logsumexp, ctx.temperature, weight.dtype)
             column, inside = _column(targets, ids)
-            there = torch.where(inside, grad_of_target.to(grads.dtype), grads.gather(1, column))
+            there = torch.where(inside, of_target.to(grads.dtype), grads.gather(1, column))
             return grads.scatter_(1, column, there)
 
-        return *_gradients(ctx, hidden, weight, grad_logits), None, None, None
-
-
-class _FullKL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, ref_hidden, ref_weight, temperature, limit):
-        ctx.temperature, ctx.chunks = temperature, _chunks(hidden, limit, logits=2)
-        seen, ref_seen = _of_no_ids(hidden), _of_no_ids(hidden)
-        for ids in ctx.chunks:
-            logits = wide_product(hidden, weight[ids].T)
-            ref_logits = wide_product(ref_hidden, ref_weight[ids].T)
-            seen = _merge(seen, _softmax_mean(logits - ref_logits, logits, temperature))
-            ref_seen = _merge(ref_seen, _softmax_mean(ref_logits, ref_logits, temperature))
-        (logsumexp, mean), (ref_logsumexp, _) = seen, ref_seen
-        kl = _of_positions(mean / temperature - logsumexp + ref_logsumexp, hidden)
-        rows = logsumexp.to(kl.dtype), mean.to(kl.dtype)
-        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, *rows)
-        return kl
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        hidden, weight, ref_hidden, ref_weight, logsumexp, mean = ctx.saved_tensors
-        # d = (logits - ref_logits) / temperature, and z = logits / temperature
-        grad = (grad / ctx.temperature**2)[:, None]
-
-        def grad_logits(ids):
-            logits = wide_product(hidden, weight[ids].T)
-            ref_logits = wide_product(ref_hidden, ref_weight[ids].T)
-            factor = (logits - ref_logits).sub_(mean).mul_(grad)
-            return _softmax_times(factor, logits, logsumexp, ctx.temperature, weight.dtype)
-
-        return *_gradients(ctx, hidden, weight, grad_logits), None, None, None, None
+        return *_gradients(ctx, hidden, weight, grad_logits), None, None, None, None, None
 
 
 def compiled_on_gpu(function: Callable) -> Callable:
@@ -143,17 +127,18 @@ def compiled_on_gpu(function: Callable) -> Callable:
 
 
 @compiled_on_gpu
-def _softmax_mean(values, logits, temperature):
-    """Returns the logsumexp of logits / temperature, and the mean of values under its softmax.
+def _softmax_means(logits, temperature, values):
+    """Returns the logsumexp of logits / temperature, and the means of values under its softmax.
 
-    values, logits [N, ids] -> [N, 1] each.
+    logits and each of values [N, ids] -> [N, 1] and [N, len(values)].
     """
     z = logits / temperature
     top = z.amax(1, keepdim=True)
     weights = z.sub_(top).exp_()
     total = weights.sum(1, keepdim=True)
-    mean = weights.mul_(values).sum(1, keepdim=True) / total
-    return top + total.log(), mean
+    means = [(weights * value).sum(1) for value in values]
+    means = torch.stack(means, 1) / total if means else total[:, :0]
+    return top + total.log(), means
 
 
 @compiled_on_gpu
@@ -163,7 +148,7 @@ def _softmax_times(factor, logits, logsumexp, temperature, dtype):
 
 
 def _of_no_ids(hidden):
-    """Returns what _softmax_mean would of no ids, in fp64.
+    """Returns what _softmax_means would of no ids, in fp64.
 
     Chunks are merged in fp64: in fp32 their shares do not quite add up to 1, which costs an entropy
     of logits around 30 about 1e-4 nats.
@@ -173,10 +158,10 @@ def _of_no_ids(hidden):
 
 
 def _merge(one, other):
-    """Returns the logsumexp and the mean over the ids of both, from those over each, all [N, 1]."""
-    (one_lse, one_mean), (other_lse, other_mean) = one, other
+    """Returns the logsumexp [N, 1] and the means over the ids of both, from those over each."""
+    (one_lse, one_means), (other_lse, other_means) = one, other
     lse = torch.logaddexp(one_lse, other_lse)
-    return lse, one_mean * (one_lse - lse).exp() + other_mean * (other_lse - lse).exp()
+    return lse, one_means * (one_lse - lse).exp() + other_means * (other_lse - lse).exp()
 
 
 def _column(targets, ids):

@@ -18,7 +18,7 @@ from nanorchestra.model.sharded import is_sharded
 from nanorchestra.training.costs import Costs, model_flops
 from nanorchestra.training.distributed import Ranks, shard_model
 from nanorchestra.training.grpo import bounded_exp
-from nanorchestra.training.logprobs import full_kl, token_logprobs
+from nanorchestra.training.logprobs import token_logprobs
 from nanorchestra.training.optimizers import build_optimizers
 from nanorchestra.training.packing import Group, MicroBatch, divide, pack, samples_in
 
@@ -76,6 +76,14 @@ class UpdateMetrics:
             metrics[name] = max(part[name] for part in every_rank)
         metrics["flops"] = sum(part["flops"] for part in every_rank)
         return metrics
+
+
+def hidden_states(model: Qwen3, batch: MicroBatch) -> Tensor:
+    """Returns a model's hidden states that predict the ids in the loss, [N, hidden]."""
+    hidden = model(batch.tokens, batch.positions, batch.attention)  # [T, hidden]
+    # The end of a shared prompt predicts an id of each sample. The backward of embedding adds their
+    # gradients in one order; that of hidden[source] on several threads in any order.
+    return F.embedding(batch.source, hidden)
 
 
 class Trainer:
@@ -149,66 +157,29 @@ class Trainer:
         shares = divide(groups, self.ranks.world_size, self.token_budget, cost)
         return [pack(batch, self.ranks.device) for batch in shares[self.ranks.rank]]
 
-    def hidden(self, batch: MicroBatch, model: Qwen3 | None = None) -> Tensor:
-        """Returns the hidden states that predict the ids in the loss, [N, hidden].
-
-        They are those of the model in training, or of another `model`.
-        """
-        model = self.model if model is None else model
-        hidden = model(batch.tokens, batch.positions, batch.attention)  # [T, hidden]
-        # The end of a shared prompt predicts an id of each sample. The backward of embedding adds
-        # their gradients in one order; that of hidden[source] on several threads in any order.
-        return F.embedding(batch.source, hidden)
-
     def logprobs(
-        self,
-        hidden: Tensor,
-        batch: MicroBatch,
-        temperature: float = 1.0,
-        model: Qwen3 | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities of the ids in the loss, and entropies in nats: both fp32 [N].
+        self, batch: MicroBatch, temperature: float = 1.0, kl: str = ""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns log-probabilities, entropies in nats and KL of the ids in the loss: fp32 [N].
 
-        hidden [N, hidden], with the output matrix of its model. They are under the distribution at
-        `temperature`, the sampler's.
+        They are under the distribution at `temperature`, the sampler's. kl is that of the policy
+        from the reference: "full", exact over the vocabulary, or "k2" (Schulman 2020), half the
+        squared log-ratio at the ids, an estimate whose gradient on policy is that of the KL; "" for
+        None. Gradients flow from log-probabilities and KL.
         """
-        model = self.model if model is None else model
-        return token_logprobs(
-            hidden,
-            model.output_weight,
-            batch.targets,
-            temperature=temperature,
-            vocab_limit=self.vocab_limit,
-        )
-
-    def kl_to_reference(
-        self,
-        hidden: Tensor,
-        trainer_logprobs: Tensor,
-        batch: MicroBatch,
-        kind: str,
-        temperature: float,
-    ) -> Tensor:
-        """Returns KL(policy || reference) at each id in the loss, fp32 [N], with its gradient.
-
-        kind: "full", exact over the vocabulary, or "k2" (Schulman 2020), half the squared log-ratio
-        at the ids, an estimate whose gradient on policy is that of the KL.
-        """
+        options = {"temperature": temperature, "vocab_limit": self.vocab_limit}
+        hidden, weight = hidden_states(self.model, batch), self.model.output_weight
+        if not kl:
+            return token_logprobs(hidden, weight, batch.targets, **options)
         reference = self.model if self.reference is None else self.reference
         with torch.no_grad(), lora.disabled(reference):  # a model with adapters is then its base
-            ref_hidden = self.hidden(batch, reference)
-        if kind == "full":
-            return full_kl(
-                hidden,
-                ref_hidden,
-                self.model.output_weight,
-                reference.output_weight,
-                temperature=temperature,
-                vocab_limit=self.vocab_limit,
-            )
+            frozen = hidden_states(reference, batch), reference.output_weight
+        if kl == "full":
+            return token_logprobs(hidden, weight, batch.targets, reference=frozen, **options)
         with torch.no_grad():
-            ref_logprobs, _ = self.logprobs(ref_hidden, batch, temperature, reference)
-        return (trainer_logprobs - ref_logprobs).square() / 2
+            ref_logprobs, _, _ = token_logprobs(*frozen, batch.targets, **options)
+        logprobs, entropy, _ = token_logprobs(hidden, weight, batch.targets, **options)
+        return logprobs, entropy, (logprobs - ref_logprobs).square() / 2
 
     def optimizer_step(self, learning_rate: float, *, finite: bool) -> dict[str, float]:
         """Clips the gradients, updates the weights and clears the gradients.
@@ -257,7 +228,7 @@ class Trainer:
         numbers = {id(sample): number for number, sample in enumerate(samples)}
         computed = {}  # by the number of the sample
         for batch in self.micro_batches(groups):
-            logprobs, _ = self.logprobs(self.hidden(batch), batch, temperature)  # [N]
+            logprobs, _, _ = self.logprobs(batch, temperature)  # [N]
             lengths = [sample.loss_ids for sample in batch.samples]
             for sample, own in zip(batch.samples, logprobs.cpu().split(lengths), strict=True):
                 computed[numbers[id(sample)]] = own.tolist()

@@ -22,7 +22,7 @@ from nanorchestra.model.native import PackedLinear, library, pack
 from nanorchestra.model.quantise import linears
 from nanorchestra.training import logprobs as head
 from nanorchestra.training import packing
-from nanorchestra.training.trainer import Trainer
+from nanorchestra.training.trainer import Trainer, hidden_states
 from train import policy_update
 
 C_PATH = "the C of a CPU"
@@ -135,7 +135,7 @@ def gradients(
     policy_update(trainer, groups, grpo, 0.0, 1.0)
     batches, kept = trainer.micro_batches(groups), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        hidden = trainer.hidden(batches[0])
+        hidden = hidden_states(trainer.model, batches[0])
     figures = {
         "tokens": sum(len(batch.tokens) for batch in batches),
         "micro-batches": len(batches),

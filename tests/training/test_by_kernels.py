@@ -37,7 +37,7 @@ def test_gradients_by_kernels_are_those_of_plain_pytorch(monkeypatch, nano_model
         model = copy.deepcopy(nano_model).to(DEVICE)
         packed = pack(groups, DEVICE)
         hidden = model(packed.tokens, packed.positions, packed.attention)[packed.source]
-        logprobs, entropy = head.token_logprobs(
+        logprobs, entropy, _ = head.token_logprobs(
             hidden, model.output_weight, packed.targets, vocab_limit=690
         )
         (-logprobs.mean()).backward()

@@ -10,7 +10,7 @@ from kernel_check import DEVICE, GRADIENT, assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanorchestra.training import logprobs as module
-from nanorchestra.training.logprobs import full_kl, token_logprobs
+from nanorchestra.training.logprobs import token_logprobs
 
 
 def head(count=11, vocab=9, width=5, dtype=torch.float64):
@@ -41,7 +41,7 @@ def small_chunks(monkeypatch, request):
 def test_both_heads_equal_the_plain_formula(temperature, limit):
     hidden, weight, targets, ref_hidden, ref_weight = head()
     options = {"temperature": temperature, "vocab_limit": limit}
-    logprobs, entropy = token_logprobs(hidden, weight, targets, **options)
+    logprobs, entropy, _ = token_logprobs(hidden, weight, targets, **options)
     logp = plain(hidden, weight, temperature, limit)
     picked = logp.gather(1, targets[:, None])[:, 0]
     weights = torch.linspace(-1, 2, len(targets), dtype=torch.float64, device=DEVICE)
@@ -52,16 +52,20 @@ def test_both_heads_equal_the_plain_formula(temperature, limit):
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, theirs, strict=False))
 
     ref_hidden.requires_grad_()
-    kl = full_kl(hidden, ref_hidden, weight, ref_weight, **options)
+    reference = ref_hidden, ref_weight
+    logprobs, entropy, kl = token_logprobs(hidden, weight, targets, reference=reference, **options)
+    assert torch.allclose(logprobs, picked, atol=1e-12) and not entropy.requires_grad
     logp = plain(hidden, weight, temperature, limit)[:, :limit]
     logq = plain(ref_hidden, ref_weight, temperature, limit)[:, :limit]
     expected = (logp.exp() * (logp - logq)).sum(-1)
     assert torch.allclose(kl, expected, atol=1e-12) and (kl > 0).all()
-    ours = torch.autograd.grad(
-        (kl * weights).sum(), (hidden, weight, ref_hidden), allow_unused=True
+    loss, expected_loss = (
+        ((log_p + 2 * divergence) * weights).sum()
+        for log_p, divergence in ((logprobs, kl), (picked, expected))
     )
+    ours = torch.autograd.grad(loss, (hidden, weight, ref_hidden), allow_unused=True)
     assert ours[2] is None  # the reference is constant
-    theirs = torch.autograd.grad((expected * weights).sum(), (hidden, weight))
+    theirs = torch.autograd.grad(expected_loss, (hidden, weight))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, theirs, strict=False))
 
 
@@ -73,11 +77,15 @@ def test_gradients_are_finite_differences(trained):
     for index, factor in enumerate(factors):
         factor.requires_grad_(index in trained)
     options = {"temperature": 0.8, "vocab_limit": 7}
-    for value in (
-        lambda hidden, weight: token_logprobs(hidden, weight, targets, **options)[0],
-        lambda hidden, weight: full_kl(hidden, ref_hidden, weight, ref_weight, **options),
-    ):
-        assert torch.autograd.gradcheck(value, factors)
+    for reference in (None, (ref_hidden, ref_weight)):
+
+        def results(hidden, weight, reference=reference):
+            logprobs, _, kl = token_logprobs(
+                hidden, weight, targets, reference=reference, **options
+            )
+            return logprobs if kl is None else (logprobs, kl)
+
+        assert torch.autograd.gradcheck(results, factors)
 
 
 def test_half_precision_has_logits_in_fp32_and_gradients_that_are_rounded_once(monkeypatch):
@@ -91,16 +99,19 @@ def test_half_precision_has_logits_in_fp32_and_gradients_that_are_rounded_once(m
         weight *= 0.2
         hidden[0] = 8 * weight[targets[0]]
     doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    logprobs, entropy = token_logprobs(hidden, weight, targets, vocab_limit=2800)
     exact = plain(*doubles, 1.0, 2800).gather(1, targets[:, None])[:, 0]
-    assert 1e-5 < -exact[0] < 2e-3
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    assert torch.allclose(logprobs.double(), exact, atol=1e-5)
-    ours = torch.autograd.grad(logprobs.sum(), (hidden, weight))
     theirs = torch.autograd.grad(exact.sum(), doubles)
-    for got, want in zip((*ours, ours[0][:1]), (*theirs, theirs[0][:1]), strict=True):
-        assert_close(got, want, GRADIENT)
-    full_kl(hidden, ref_hidden, weight, ref_weight, vocab_limit=2800).sum().backward()
+    assert 1e-5 < -exact[0] < 2e-3
+    for reference in (None, (ref_hidden, ref_weight)):
+        logprobs, entropy, kl = token_logprobs(
+            hidden, weight, targets, reference=reference, vocab_limit=2800
+        )
+        assert logprobs.dtype == entropy.dtype == torch.float32
+        assert torch.allclose(logprobs.double(), exact, atol=1e-5)
+        ours = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
+        for got, want in zip((*ours, ours[0][:1]), (*theirs, theirs[0][:1]), strict=True):
+            assert_close(got, want, GRADIENT)
+    kl.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16 and weight.grad.isfinite().all()
 
 
@@ -127,10 +138,9 @@ def test_the_logits_of_all_ids_never_exist(monkeypatch, exact_kl):
     weight = torch.randn(vocab, 4, requires_grad=True)
     targets = torch.randint(vocab, (tokens,))
     with LargestTensor() as largest:
-        if exact_kl:
-            reference = hidden.detach() * 0.9
-            value = full_kl(hidden, reference, weight, weight.detach(), vocab_limit=vocab)
-        else:
-            value, _ = token_logprobs(hidden, weight, targets, vocab_limit=vocab)
-        torch.autograd.grad(value.sum(), (hidden, weight))
+        reference = (hidden.detach() * 0.9, weight.detach()) if exact_kl else None
+        logprobs, _, kl = token_logprobs(
+            hidden, weight, targets, reference=reference, vocab_limit=vocab
+        )
+        torch.autograd.grad(sum(x.sum() for x in (logprobs, kl) if x is not None), (hidden, weight))
     assert weight.nbytes <= largest.nbytes <= workspace < tokens * vocab * 4 / 10
