@@ -135,6 +135,7 @@ def test_commands(talk, nano_tokenizer):
     assert terminal.preference.usd == 0.05, "a refused line changes nothing"
     terminal.handle("/prefer off")
     terminal.handle("/tools python")
+    assert "python (off, $0.01 per call): " in out() and '"required": ["code"]}' in out()
     last = nano_tokenizer.decode(terminal.ask(LAW).ids)
     assert f"{LAW} {RIGHT}<|im_end|>" in last and '"ask"' in last and '"python"' not in last
     terminal.handle("/trace")

@@ -303,7 +303,7 @@ class Terminal:
         self.console.line(f"binds: {binding(asked)}{words}")
 
     def do_tools(self, text: str) -> None:
-        """What may be called, and its price; NAME switches one off, or on again."""
+        """What may be called, its price and parameters; NAME switches one off, or on again."""
         off = self.world.off
         names = [tool.name for tool in self.world.tools]
         wrong = f"/tools: no {text!r}; there are {self.world.names}{nearest(text, names)}"
@@ -315,6 +315,7 @@ class Terminal:
         for tool in self.world.tools:
             state = "off, " if tool.name in off else ""
             self.console.line(f"  {tool.name} ({state}{price(tool)}): {tool.description}")
+            self.console.line(f"    {json.dumps(tool.parameters)}")
         if not self.world.tools:
             self.console.line(f"tools: {self.world.names}")
 
