@@ -202,6 +202,8 @@ class TrainingRun:
     def held_out_tasks(self, when: str, count: int) -> Iterator[Callable[[Trajectory], Any]]:
         """Shows a bar of the held-out tasks, "before" or "after" GRPO; yields what moves it.
 
+        Without a terminal a line says a quarter of them is done.
+
         A stop ends the process at once, as a resumed run plays the tasks again. Of several ranks,
         which have to agree, it ends after these tasks.
         """
@@ -216,7 +218,16 @@ class TrainingRun:
             stop.says, stop.at_once = f"stopped; go on with: {again}", True
         try:
             with progress_bar(self.ranks, count, label, unit="task") as bar:
-                yield lambda attempt: bar.update()
+                done = 0  # also where the bar, which is not shown, does not count
+
+                def on_done(attempt):
+                    nonlocal done
+                    done += 1
+                    bar.update()
+                    if bar.disable and done % -(-count // 4) == 0:
+                        self.say(f"{label}: {done} of {count}")
+
+                yield on_done
         except KeyboardInterrupt:
             if self.ranks.first:
                 self.report(self.folder.path, False)
