@@ -88,7 +88,7 @@ def nano_model(make_nano):
 @pytest.fixture
 def without_report(monkeypatch):
     """A run writes no report, which takes seconds."""
-    monkeypatch.setattr("train.write_report", lambda path, live: None)
+    monkeypatch.setattr("train.write_report", lambda *_: None)
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def test_ctrl_c_during_held_out_tasks_ends_at_once_and_the_run_resumes(
 ):
     run = make_training("cut", {"grpo.steps": 1, "evaluation.tasks": 6})
     play, done, reports = program.play_held_out, [], []
-    run.report = lambda path, live: reports.append(live)
+    run.report = lambda path, *how: reports.append(how)
 
     def interrupted(config, world, player, *more):
         def ask(attempt):
@@ -157,7 +157,7 @@ def test_ctrl_c_during_held_out_tasks_ends_at_once_and_the_run_resumes(
     told = capsys.readouterr().err
     assert f"stopped; go on with: python train.py --resume {run.folder.path}\n" in told
     assert "never retrieved" not in told
-    assert len(done) == 2 and reports == [False]
+    assert len(done) == 2 and reports == [(False, "held-out tasks, before")]
     assert make_training("cut", resume=True).train()
 
 

@@ -24,7 +24,7 @@ from nanorchestra.report.tables import (
 )
 from nanorchestra.report.trace import Attempt, Pair, instructive
 from nanorchestra.schemas import Json
-from nanorchestra.training.run import RunFolder
+from nanorchestra.training.run import RunFolder, training_command
 from nanorchestra.units import is_graded
 
 TEMPLATES = Environment(
@@ -39,10 +39,11 @@ SHOWN_GROUPS = 20
 SPLITS = {"by_preference": "the user's preference", "by_kind": "kind of question"}
 
 
-def write_report(path: str | Path, live: bool = False) -> None:
+def write_report(path: str | Path, live: bool = False, phase: str = "") -> None:
     """Writes report.html of a run from what the directory holds so far.
 
-    live: the run goes on, so the page loads itself again. UserError if `path` holds no run.
+    live: the run goes on, so the page loads itself again. phase: in which it has stopped, if that
+    is known. UserError if `path` holds no run.
     """
     run = RunFolder.open(path)
     rows, summary = list(run.rows("metrics")), run.summary()
@@ -70,6 +71,8 @@ def write_report(path: str | Path, live: bool = False) -> None:
         run,
         "run.html",
         live=live,
+        phase=phase,
+        resume=training_command("--resume", str(path)),
         at_desk="desk" in worlds,
         summary=summary,
         seconds=summary.get("seconds") or sum(row["seconds"] for row in rows),

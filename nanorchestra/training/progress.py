@@ -55,8 +55,8 @@ class TrainingRun:
 
     Makes the directory, or opens it if the run is `resumed`; a dry run replaces that of an earlier
     one. `stop.asked` says whether to stop after the present step, and `stop.says` becomes what
-    stops then. `report(path, live)` writes the report of the directory so far; `live`: the run goes
-    on. UserError if the directory is taken.
+    stops then. `report(path, live, phase)` writes the report of the directory so far; `live`: the
+    run goes on; `phase`: in which it has stopped. UserError if the directory is taken.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TrainingRun:
         path: Path,
         ranks: Ranks,
         stop: Any,
-        report: Callable[[Path, bool], None],
+        report: Callable[..., None],
         *,
         resumed: bool = False,
     ):
@@ -154,7 +154,7 @@ class TrainingRun:
         self.checkpoints.wait()
         if self.ranks.first:
             if not finished:
-                self.report(self.folder.path, False)
+                self.report(self.folder.path, False, self.progress.phase.replace("_", " "))
             self.folder.unlock()
         path = self.folder.path
         if finished:
@@ -230,7 +230,7 @@ class TrainingRun:
                 yield on_done
         except KeyboardInterrupt:
             if self.ranks.first:
-                self.report(self.folder.path, False)
+                self.report(self.folder.path, False, label)
             raise
         finally:
             stop.says, stop.at_once = said, False

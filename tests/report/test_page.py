@@ -87,6 +87,9 @@ def test_the_page_of_a_run_shows_what_there_is_at_every_stage(run):
     write_report(run.path, live=True)
     page = Page(run.path)
     assert page.meta["refresh"] == "60" and "goes on" in page.text and not page.tables
+    write_report(run.path, phase="warm start")
+    again = f"(warm start); go on with: python train.py --resume {run.path}"
+    assert again in Page(run.path).text
     for step in (1, 2, 3):
         row = {"phase": "warm_start", "step": step, "seconds": 1.0, "loss": 4 / step}
         run.append("metrics", row)
