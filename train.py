@@ -266,9 +266,8 @@ def group_in_loss(members: list[Trajectory], grpo: GrpoSection) -> tuple[Group, 
     objective = OBJECTIVES[grpo.objective]
     valid = [attempt for attempt in members if attempt.status != "infrastructure"]
     left_out = ["infrastructure"] * (len(members) - len(valid))
-    # A(tau) = (R(tau) - mean R) / std R over the group, DeepSeekMath section 4.1.2
     rewards = [attempt.reward for attempt in valid]
-    advantages = group_advantages(rewards, grpo.min_std, objective.boost)
+    advantages = group_advantages(rewards, grpo.min_std, objective)
     if advantages is None:
         return Group([], 0), left_out + ["homogeneous"] * len(valid)
     kept = []

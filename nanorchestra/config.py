@@ -116,7 +116,7 @@ class GrpoSection:
     warmup_steps: int = 5  # steps over which the learning rate rises to its peak
     final_fraction: float = 0.1  # of the peak learning rate, to which it falls over the steps
     # advantage, loss and filters (docs/training.md)
-    objective: Literal["grpo", "toolorchestra"] = "grpo"
+    objective: Literal["grpo", "dr_grpo", "toolorchestra"] = "grpo"
     # extrema of the reward's parts: of the group (the paper), or of the price list
     bounds: Literal["group", "task"] = "group"
     min_std: float = 0.05  # groups whose rewards spread less are left out

@@ -31,7 +31,7 @@ from nanorchestra.settings import load_config
 from nanorchestra.training.build import as_configured, build_engine, build_trainer, publish
 from nanorchestra.training.costs import GB, peak_flops
 from nanorchestra.training.distributed import Ranks, backward
-from nanorchestra.training.grpo import OBJECTIVES, group_advantages
+from nanorchestra.training.grpo import OBJECTIVES, Objective, group_advantages
 from nanorchestra.training.packing import Group, Sample, samples_in
 from nanorchestra.training.trainer import Trainer, UpdateMetrics
 
@@ -104,7 +104,7 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
     trainer = build_trainer(config, model, tokenizer, ranks, dtype)
     trainer.begin_grpo(grpo)
     engine = build_engine(config, model, tokenizer, ranks, dtype)
-    size, boost = grpo.group_size, OBJECTIVES[grpo.objective].boost
+    size, objective = grpo.group_size, OBJECTIVES[grpo.objective]
     rng = random.Random(0)
     prompt_tokens = config.rollout.context_tokens - config.rollout.turn_tokens
     prompts, params = [], []
@@ -123,7 +123,7 @@ def _measured_step(part: Part, config: Config, shape: ModelConfig, ranks: Ranks)
         timed("publish", lambda: publish(config, model, engine, dtype))
         done = timed("rollout", lambda: engine.generate(prompts, params))
         rewards = [sum(completion.token_ids) % 97 / 97 for completion in done]
-        groups = groups_of(prompts, done, rewards, size, boost)
+        groups = groups_of(prompts, done, rewards, size, objective)
         update = timed("update", lambda groups=groups: policy_update(trainer, groups, grpo))
         assert not update["skipped"], "the loss or the gradient is not finite"
 
@@ -190,14 +190,14 @@ def groups_of(
     completions: Sequence[Completion],
     rewards: Sequence[float],
     size: int,
-    boost: float = 0.0,
+    objective: Objective = OBJECTIVES["grpo"],
 ) -> list[Group]:
     """Makes the trainer's groups of `size` neighbouring completions with their prompts."""
     groups = []
     for start in range(0, len(prompts), size):
         members = range(start, start + size)
         scores = [rewards[i] for i in members]
-        advantages = group_advantages(scores, 0.0, boost) or [0.0] * size
+        advantages = group_advantages(scores, 0.0, objective) or [0.0] * size
         samples = []
         for i, advantage in zip(members, advantages, strict=True):
             prompt, sampled = prompts[i], completions[i]

@@ -11,6 +11,7 @@ of micro-batches and ranks add up. GRPO's paper has a mean by attempt.
 | objective | advantage | L | paper |
 |---|---|---|---|
 | grpo | (R - mean) / std | clip | arXiv 2402.03300 |
+| dr_grpo | R - mean | clip | arXiv 2503.20783 |
 | toolorchestra | as grpo, +0.1 from 1 on | clip, dual clip | arXiv 2511.21689 |
 
 The upper bound of the clip, 0.28, is that of ToolOrchestra's script, which has it from DAPO (arXiv
@@ -42,26 +43,29 @@ class Objective:
 
     dual_clip: float = 0.0  # bounds the loss where the advantage is negative; 0: no bound
     kl: Literal["full", "k2"] = "full"  # exact over the vocabulary, or an estimate
+    divide_by_std: bool = True  # advantages, by the standard deviation of the group
     boost: float = 0.0  # added to advantages of at least 1
     drop_invalid_format: bool = False  # leave badly formed turns and attempts out of the loss
 
 
 OBJECTIVES = {
     "grpo": Objective(),
+    "dr_grpo": Objective(divide_by_std=False),
     "toolorchestra": Objective(dual_clip=10.0, drop_invalid_format=True, kl="k2", boost=0.1),
 }
 
 
 def group_advantages(
-    rewards: Sequence[float], min_std: float, boost: float = 0.0
+    rewards: Sequence[float], min_std: float, objective: Objective = OBJECTIVES["grpo"]
 ) -> list[float] | None:
     """Returns the advantages of the attempts at one task: how far a reward lies above their mean.
 
         A_i = (R_i - mean R) / (std R + 1e-6)    DeepSeekMath section 4.1.2; std over n - 1
+        A_i = R_i - mean R                       Dr. GRPO, where rewards of all tasks are one scale
 
-    plus `boost` where it is at least 1. None if there is nothing to learn: fewer than two rewards,
-    or their std is not above `min_std`. Division by a small std would make a few tokens more or
-    less count as much as a wrong answer.
+    plus the objective's boost where it is at least 1. None if there is nothing to learn: fewer than
+    two rewards, or their std is not above `min_std`. Division by a small std makes a few cents more
+    or less count as much as a wrong answer.
 
     The published cut at +-3 is missing. The largest z-score of n attempts is (n - 1) / sqrt(n), of
     one that differs from n - 1 equal ones: 2.48 in groups of 8, above 3 only from 11 attempts on.
@@ -72,9 +76,11 @@ def group_advantages(
     mean = fmean(rewards)
     advantages = []
     for reward in rewards:
-        advantage = (reward - mean) / (std + EPSILON)
+        advantage = reward - mean
+        if objective.divide_by_std:
+            advantage /= std + EPSILON
         if advantage >= 1:
-            advantage += boost
+            advantage += objective.boost
         advantages.append(advantage)
     return advantages
 

@@ -10,7 +10,7 @@ import train
 from nanorchestra.config import GrpoSection
 from nanorchestra.records import Task, Trajectory, Turn
 from nanorchestra.training.distributed import Ranks
-from nanorchestra.training.grpo import group_advantages
+from nanorchestra.training.grpo import OBJECTIVES, group_advantages
 
 
 @pytest.mark.parametrize(
@@ -65,5 +65,5 @@ def test_an_attempt_without_an_answer_is_left_out_but_in_the_mean(advantages_of)
     kept, reasons = advantages_of(rewards, answered)
     assert kept == group_advantages(rewards, 0.0) and not reasons
     dropped, reasons = advantages_of(rewards, answered, "toolorchestra")
-    boosted = group_advantages(rewards, 0.0, 0.1)
+    boosted = group_advantages(rewards, 0.0, OBJECTIVES["toolorchestra"])
     assert dropped == [boosted[0], None, boosted[2]] and reasons == {"invalid_format": 1}

@@ -78,7 +78,9 @@ def paper(name, groups, changed):
     for group, present in zip(groups, changed, strict=True):
         rewards = [attempt[0] for attempt in group]
         for (reward, _, old), logprobs in zip(group, present, strict=True):
-            z = (reward - mean(rewards)) / (std(rewards) + 1e-6)
+            z = reward - mean(rewards)
+            if name != "dr_grpo":  # which does not divide
+                z /= std(rewards) + 1e-6
             z += 0.1 * (name == "toolorchestra" and z >= 1)  # its published code
             ratios = [math.exp(a - b) for a, b in zip(logprobs, old, strict=True)]
             for r in ratios:  # DAPO equation 8
@@ -91,7 +93,7 @@ def paper(name, groups, changed):
 def ours(name, groups, logprobs):
     advantages, lengths = [], []
     for group in groups:
-        advantages += group_advantages([a[0] for a in group], 0.0, OBJECTIVES[name].boost)
+        advantages += group_advantages([a[0] for a in group], 0.0, OBJECTIVES[name])
         lengths += [len(attempt[1]) for attempt in group]
     batch = batch_of(lengths, advantages, flat(groups, 2))
     return loss_of(logprobs, batch, GrpoSection(objective=name)) / sum(lengths)
