@@ -55,6 +55,7 @@ PARTS = {
     "grpo 4b": "training.large",
     "decode": "engine.decode",
     "steps": "engine.steps",
+    "early launches": "engine.early_launches",
     "serving": "engine.serving",
     "vllm": "engine.vllm",
 }

@@ -52,7 +52,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, multiprocessors, pick
+from kernels.common import check, dependent_launch, multiprocessors, pick, wait_for_previous
 from kernels.softmax import attend_pages, cache_constants, gather_pages, softmax_start
 
 BLOCK_M = 16  # query rows of an item: the fewest of a tensor-core instruction
@@ -282,6 +282,7 @@ def decode_attention(
         num_warps=NUM_WARPS,
         num_stages=config["num_stages"],
         maxnreg=min(255, registers // 8 * 8),  # so that all PROGRAMS of a multiprocessor fit
+        **dependent_launch(),
     )
     _merge_splits[(rows, heads)](
         scratch.partial,
@@ -294,6 +295,7 @@ def decode_attention(
         D=head_dim,
         PADDED_S=triton.next_power_of_2(splits),
         BLOCK_S=MERGE_BLOCK,
+        **dependent_launch(),
     )
     return out
 
@@ -334,8 +336,10 @@ def _attend_splits(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TWO_PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Fills partial and lse: each program takes every num_programs-th pair of item and kv head."""
+    wait_for_previous(DEPENDENT)
     m = tl.arange(0, BLOCK_M)  # a query row is a row of the item and a query head of the kv head
     row_in_item = m // PADDED_G
     head_in_group = m % PADDED_G
@@ -397,8 +401,10 @@ def _merge_splits(
     D: tl.constexpr,
     PADDED_S: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Fills out: a program adds the splits of one row and head in order, BLOCK_S at a time."""
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, D)

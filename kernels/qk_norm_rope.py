@@ -24,7 +24,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import SIZES, check, multiprocessors, pick
+from kernels.common import (
+    SIZES,
+    check,
+    dependent_launch,
+    multiprocessors,
+    pick,
+    wait_for_previous,
+)
 
 TILE = 2048  # elements of a program
 PROGRAMS_PER_MULTIPROCESSOR = 4  # of the backward pass
@@ -169,6 +176,7 @@ def _to_slots(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, eps) -> Te
         D=dim,
         PAGE=page_size,
         HEADS=heads_of_program,
+        **dependent_launch(),
     )
     return q
 
@@ -191,8 +199,10 @@ def _qk_norm_rope(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program owns HEADS of the heads of one token: those of q come first, then k, then v."""
+    wait_for_previous(DEPENDENT)
     TOTAL: tl.constexpr = H + 2 * HKV
     HALF: tl.constexpr = D // 2
     programs_of_token = tl.cdiv(TOTAL, HEADS)

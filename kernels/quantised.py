@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check, pick
+from kernels.common import check, dependent_launch, pick, wait_for_previous
 
 ROWS = 64
 GROUPS = 256, 128, 64, 32  # columns that may share a scale with 4 bits
@@ -104,9 +104,12 @@ def quantised_linear(
         BLOCK_K=block_k,
         num_warps=2,
         num_stages=stages,
+        **dependent_launch(),
     )
     if splits > 1:
-        _add_parts[(m, triton.cdiv(n, 512))](parts, out, splits, m, n, BLOCK=512)
+        _add_parts[(m, triton.cdiv(n, 512))](
+            parts, out, splits, m, n, BLOCK=512, **dependent_launch()
+        )
     return out
 
 
@@ -140,7 +143,9 @@ def _product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
@@ -192,7 +197,9 @@ def _add_parts(
     M,
     N,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < N
     offsets = tl.program_id(0).to(tl.int64) * N + columns

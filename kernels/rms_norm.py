@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check
+from kernels.common import check, dependent_launch, wait_for_previous
 
 MAX_WIDTH = 8192  # elements of a row, which a program keeps in registers
 TILE = 4096  # elements that one program holds at a time, with WARPS warps
@@ -88,7 +88,8 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float):
     out = x.new_empty(rows, width)
     summed = None if residual is None else x.new_empty(rows, width)
     grid = (triton.cdiv(rows, tile["ROWS"]),)
-    _rms_norm[grid](x, residual, weight, out, summed, rows, x.stride(0), eps, **tile)
+    constants = tile | dependent_launch()
+    _rms_norm[grid](x, residual, weight, out, summed, rows, x.stride(0), eps, **constants)
     return out, summed
 
 
@@ -105,7 +106,9 @@ def _rms_norm(
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (rows < T) & (cols < N)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.common import check
+from kernels.common import check, dependent_launch, wait_for_previous
 
 BLOCK = 2048
 
@@ -45,7 +45,7 @@ def _forward(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape
     out = gate_up.new_empty(rows, width // 2)
     grid = (rows * triton.cdiv(width // 2, BLOCK),)
-    _swiglu[grid](gate_up, out, gate_up.stride(0), width // 2, BLOCK)
+    _swiglu[grid](gate_up, out, gate_up.stride(0), width // 2, BLOCK, **dependent_launch())
     return out
 
 
@@ -56,7 +56,9 @@ def _swiglu(
     stride,
     F: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     row, cols, gate, up = _load_block(gate_up_ptr, stride, F, BLOCK)
     tl.store(out_ptr + row * F + cols, gate * tl.sigmoid(gate) * up, cols < F)
 

@@ -7,7 +7,8 @@ whose launches compile and do nothing else. Triton specialises as on the GPU and
 not fit it. Of each kernel: registers of a thread, spilled bytes of a thread, shared memory of a
 block, how many programs fit on a multiprocessor at once, the instruction that multiplies matrices,
 and the loads in the loop of that instruction that the program waits for. Exit status 1 if a kernel
-spills, does not fit, breaks its budget, or is compiled anew for another number of tokens.
+spills, does not fit, breaks its budget, is compiled anew for another number of tokens, or touches
+memory before the kernel in front of it has ended.
 """
 
 import argparse
@@ -42,6 +43,10 @@ REGISTERS = 65536  # of a multiprocessor
 # a constant.
 PRODUCT = re.compile(r"\b(?:[HI]G?MMA|UTCHMMA)\b")
 WIDE_PRODUCT = {90: "HGMMA", 100: "UTCHMMA"}  # of many rows; HMMA on other GPUs
+# Programmatic dependent launch: the wait for the kernel in front, and what lets the next one in.
+WAIT, RELEASE = "ACQBULK", "PREEXIT"
+# Accesses to memory that a kernel in front may have written, or still read.
+ACCESS = r"LDG|LDGSTS|STG|LD|ST|ATOMG?|REDG?|UBLKCP|UTMA\w+"
 # Bytes a thread spills on GPUs whose tiles were not chosen on a card.
 SPILLS = {
     ("_attend_chunks", 100): 8,
@@ -59,6 +64,7 @@ class Binary(NamedTuple):
     cubin: bytes
     shared: int  # bytes of a block
     warps: int
+    early: bool  # launched before the kernel in front of it has ended
 
 
 class Driver:
@@ -67,12 +73,12 @@ class Driver:
     def __init__(self, arch: int):
         self.arch, self.utils = arch, self
         self.compiled: list[Binary] = []
-        self.warps = 0  # of the kernel that is loaded next
+        self.warps, self.early = 0, False  # of the kernel that is loaded next
         self.get_current_device = self.get_current_stream = lambda device=0: 0
 
     def launcher_cls(self, source, metadata):
         """Returns a launcher that does nothing."""
-        self.warps = metadata.num_warps
+        self.warps, self.early = metadata.num_warps, metadata.launch_pdl
         return lambda *args, **kwargs: None
 
     def get_device_properties(self, device: int) -> dict[str, int]:
@@ -81,7 +87,7 @@ class Driver:
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, ...]:
         """Records a kernel; returns its module, function, registers, spills and most threads."""
-        self.compiled.append(Binary(name, cubin, shared, self.warps))
+        self.compiled.append(Binary(name, cubin, shared, self.warps, self.early))
         return 1, 1, 0, 0, 1024
 
     def get_current_target(self) -> GPUTarget:
@@ -100,12 +106,16 @@ class Report:
     programs: int  # that fit on a multiprocessor at once
     product: str  # the instruction that multiplies matrices, if there is one
     loads: int  # in its innermost loop, that the program waits for
+    early: bool  # launched before the kernel in front of it has ended
+    waits: bool  # for that kernel before it touches memory, and lets the next one in after that
 
     def __str__(self) -> str:
         line = (
             f"{self.kernel:24} {self.registers:3} registers  {self.spilled:3} B spilled  "
             f"{self.shared:7,} B shared  {self.programs:2} programs"
         )
+        if self.early:
+            line += "  early"
         if self.product:
             line += f"  {self.product:5} {self.loads} loads"
         return line
@@ -150,6 +160,7 @@ def inspect(binary: Binary, arch: int) -> Report:
     registers, spilled = map(int, re.search(r"REG:(\d+) STACK:(\d+)", code).groups())
     loop = product_loop(code)
     product = PRODUCT.search("\n".join(loop) or code)
+    order = re.findall(rf"\b({WAIT}|{RELEASE}|{ACCESS})\b", code)
     return Report(
         kernel=binary.kernel,
         registers=registers,
@@ -158,6 +169,8 @@ def inspect(binary: Binary, arch: int) -> Report:
         programs=resident_programs(registers, binary.shared, binary.warps, arch),
         product=product[0] if product else "",
         loads=len([instruction for instruction in loop if re.search(r"\bLDG\b", instruction)]),
+        early=binary.early,
+        waits=order[:2] == [WAIT, RELEASE],
     )
 
 
@@ -199,6 +212,8 @@ def faults(report: Report, arch: int) -> list[str]:
     breaches = []
     if report.spilled > SPILLS.get((report.kernel, arch), 0):
         breaches.append("spills")
+    if report.early and not report.waits:
+        breaches.append("does not wait first")
     if report.kernel not in BUDGETS:
         return [*breaches, "has no budget"]
     budget = BUDGETS[report.kernel]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 import random
 import tempfile
 import time
@@ -17,11 +18,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from benchmarks.engine import CONTEXT, SHAPES, Bench, random_model
+from benchmarks.engine import CONTEXT, SHAPES, Bench, random_model, sampling
 from benchmarks.gpu_parts import NotHereError, Part, by_kernels
+from kernels import common
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.model.checkpoint import config_to_hf, copy_weights, named_hf_tensors
 from nanorchestra.model.quantise import quantise_model
@@ -42,7 +45,7 @@ def bench_of(part: Part, quantise: str = "", **options: Any) -> Bench:
         options |= {"room": 4096, "max_batch_tokens": 128, "max_running": 4, "max_context": 256}
     else:
         model = random_model(SHAPES["qwen3-8b"], torch.device("cuda"), torch.bfloat16)
-        options |= {"room": POOL, "max_running": BATCHES[-1], "max_context": 4096}
+        options = {"room": POOL, "max_running": BATCHES[-1], "max_context": 4096} | options
     if quantise:
         tensors = list(named_hf_tensors(model))
         quantise_model(model, quantise)
@@ -85,6 +88,40 @@ def steps(part: Part) -> None:
             runner.overlaps = overlaps
             step_ms = bench.decode(batch, *sizes)["step_ms"]
             part.note(f"B={batch}, graphs {graphs}, look-ahead {overlaps}", step_ms=step_ms)
+
+
+def early_launches(part: Part) -> None:
+    """A decode step of one row with and without programmatic dependent launch, in turns.
+
+    Both compute the same tokens and log-probabilities. The rehearsal has neither graphs nor early
+    launches.
+    """
+    sizes = (30, 5) if part.rehearse else (KEYS, STEPS)
+    for weights, quantise in (("bf16", ""), ("int8", "int8")):
+        with by_kernels(part):
+            bench = bench_of(part, quantise, max_running=1, room=8 * KEYS)
+            runner = bench.engine.runner
+            graphs = {"early": runner.graphs}
+            runner.graphs = {}
+            with mock.patch.object(common, "DEPENDENT_LAUNCH", math.inf):
+                if not part.rehearse:
+                    runner.warm_up()
+                    runner.capture()
+            graphs["in full"] = runner.graphs
+            prompt, drawn = bench.ids(sizes[0]), []
+            for turn, launch in itertools.product((1, 2), graphs):
+                runner.graphs = graphs[launch]
+                step_ms = bench.decode(1, *sizes)["step_ms"]
+                part.note(f"{weights}, launched {launch}, turn {turn}", step_ms=step_ms)
+                bench.engine.reset_prefix_cache()
+                drawn += bench.engine.generate([prompt], sampling(sizes[1]))
+        for completion in drawn:
+            assert completion.token_ids == drawn[0].token_ids, "an early launch drew other tokens"
+            assert completion.logprobs == drawn[0].logprobs, "an early launch changes bits"
+        del bench, runner, graphs
+        gc.collect()
+        if not part.rehearse:
+            torch.cuda.empty_cache()
 
 
 def serving(part: Part) -> None:
