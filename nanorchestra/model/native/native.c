@@ -197,8 +197,7 @@ static float update_softmax(const float *scores, long valid, float *running_max,
     for (int i = 0; i < VECTORS; i++) {
         floats probability = exponential(score[i] - new_max);
         *running_sum += probability;
-        for (int j = 0; j < LANES; j++)
-            probabilities[i * LANES + j] = to_element(probability[j]);
+        store(probabilities + i * LANES, probability);
     }
     return rescale;
 }
@@ -290,8 +289,7 @@ static void swiglu(const context *c) {
             const float *gate = c->model->gate_up + row * 2 * inner + i;
             floats x = *(floats *)gate, up = *(floats *)(gate + inner);
             floats negated = all(0) - max_of_each(x, all(-88));
-            floats gated = x * up / (1 + exponential(negated));
-            for (int j = 0; j < LANES; j++) c->model->gated[row * inner + i + j] = to_element(gated[j]);
+            store(c->model->gated + row * inner + i, x * up / (1 + exponential(negated)));
         }
     }
 }

@@ -33,6 +33,10 @@ static inline element to_element(float x) {  // rounds to nearest, ties to even
     uint32_t bits = ((word){.value = x}).bits;
     return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
 }
+static inline void store(element *to, floats x) {
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+    memcpy(to, &rounded, sizeof rounded);
+}
 static inline floats multiply_add(floats sum, const element *x, ints w) {
     int32_t pair;
     memcpy(&pair, x, 4);
@@ -43,6 +47,7 @@ enum { PAIR = 1 };
 typedef float element;
 static inline float to_float(element x) { return x; }
 static inline element to_element(float x) { return x; }
+static inline void store(element *to, floats x) { *(floats *)to = x; }
 static inline floats multiply_add(floats sum, const element *x, ints w) {
     return sum + *x * (floats)w;
 }
