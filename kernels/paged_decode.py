@@ -37,6 +37,8 @@ and one instruction (HMMA), so a row has the same bits alone and in a group.
 Grid. A fixed number of programs shares the list, whose length is read on the device: a captured
 CUDA graph serves all lengths and all groups, and no program is launched for nothing.
 
+Splits, their scratch and their merge are also those of paged_prefill.py.
+
 Scratch. partial and lse take rows * S * H * (D + 1) * 4 bytes with S splits: for Qwen3-8B 372 MB at
 512 rows of 40,960 keys (S = 44), 68 MB at 128 rows of 16,384 (S = 32). A split writes 4 H D bytes
 and the merge reads them: together 6% of the split's K and V at 128 keys, 1.6% at 512, 0.4% at
@@ -75,7 +77,7 @@ def naive_decode_attention(
     for row in range(rows):
         context_len = int(context_lens[row])
         if context_len == 0:
-            continue  # no key: the output is 0
+            continue  # no key
         keys = gather_pages(k_cache, block_tables[row], context_len)  # [Hkv, context_len, D]
         values = gather_pages(v_cache, block_tables[row], context_len)
         for head in range(heads):
@@ -97,7 +99,7 @@ class SharedPrefix(NamedTuple):
     keys: int
 
 
-class DecodeScratch(NamedTuple):
+class SplitScratch(NamedTuple):
     """The splits, and room for their results, on the device of q.
 
     S splits and R rows; R may be more than the rows of q.
@@ -108,11 +110,11 @@ class DecodeScratch(NamedTuple):
     lse: Tensor  # fp32 [R, S, H]: log2 of the sum of exponentials of a split
 
 
-def split_bounds(max_context: int) -> list[int]:
+def split_bounds(max_context: int, least: int = 128) -> list[int]:
     """Returns the positions at which splits begin, and the end of the last one, >= max_context.
 
-    Splits have 128 keys up to position 2,048, 512 up to 8,192 and 2,048 beyond. A change of these
-    changes the bits of every result.
+    Splits have 128 keys up to position 2,048, 512 up to 8,192 and 2,048 beyond, or `least` if that
+    is more. A change of these changes the bits of every result.
     """
     bounds = [0]
     while bounds[-1] < max_context:
@@ -123,7 +125,7 @@ def split_bounds(max_context: int) -> list[int]:
             size = 512
         else:
             size = 2048
-        bounds.append(start + size)
+        bounds.append(start + max(size, least))
     return bounds
 
 
@@ -164,7 +166,7 @@ def decode_items(
     whole_splits = np.searchsorted(ends, shared_keys, side="right")  # that each prefix fills
     shared_items = _shared_items(first_rows, row_counts, whole_splits, max_rows)
 
-    member_prefix, member_index = _enumerate(row_counts)
+    member_prefix, member_index = enumerate_counts(row_counts)
     members = first_rows[member_prefix] + member_index  # all rows with a prefix
     if (lengths[members] < shared_keys[member_prefix]).any():
         raise ValueError("a row has fewer keys than its shared prefix")
@@ -185,7 +187,7 @@ def _shared_items(
 ) -> np.ndarray:
     """Returns the items of prefixes: each split that one fills, with its rows in portions."""
     portions = -(-row_counts // max_rows)  # of each prefix
-    prefix, index = _enumerate(whole_splits * portions)
+    prefix, index = enumerate_counts(whole_splits * portions)
     split, portion = np.divmod(index, portions[prefix])
     row = first_rows[prefix] + portion * max_rows
     rows_left = first_rows[prefix] + row_counts[prefix] - row
@@ -194,11 +196,11 @@ def _shared_items(
 
 def _lone_items(lone_from: np.ndarray, num_splits: np.ndarray) -> np.ndarray:
     """Returns items of one row: of row i the splits lone_from[i] .. num_splits[i] - 1."""
-    row, index = _enumerate(num_splits - lone_from)
+    row, index = enumerate_counts(num_splits - lone_from)
     return np.stack((row, np.ones_like(row), lone_from[row] + index), 1)
 
 
-def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def enumerate_counts(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns owner and index of counts[i] things of each owner i.
 
     [2, 0, 3] gives owners [0, 0, 2, 2, 2] and indices [0, 1, 0, 1, 2].
@@ -208,14 +210,31 @@ def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owner, np.arange(len(owner)) - first[owner]
 
 
-def decode_scratch(
-    rows: int, bounds: Sequence[int], heads: int, head_dim: int, device: torch.device | str
-) -> DecodeScratch:
-    """Returns the scratch for up to so many rows, and these splits of their keys."""
-    splits = len(bounds) - 1
-    partial = torch.empty(rows, splits, heads, head_dim, dtype=torch.float32, device=device)
-    lse = torch.empty(rows, splits, heads, dtype=torch.float32, device=device)
-    return DecodeScratch(torch.tensor(bounds, dtype=torch.int32, device=device), partial, lse)
+def split_scratch(
+    uses: Sequence[tuple[int, Sequence[int]]],
+    heads: int,
+    head_dim: int,
+    device: torch.device | str,
+) -> list[SplitScratch]:
+    """Returns the scratch of each use: up to so many rows, and these splits of their keys.
+
+    All lie in the same memory, so one use must be merged before the next begins.
+    """
+    most = max(rows * (len(bounds) - 1) for rows, bounds in uses)
+    partial = torch.empty(most, heads, head_dim, dtype=torch.float32, device=device)
+    lse = torch.empty(most, heads, dtype=torch.float32, device=device)
+    scratches = []
+    for rows, bounds in uses:
+        splits = len(bounds) - 1
+        used = slice(rows * splits)
+        scratches.append(
+            SplitScratch(
+                torch.tensor(bounds, dtype=torch.int32, device=device),
+                partial[used].view(rows, splits, heads, head_dim),
+                lse[used].view(rows, splits, heads),
+            )
+        )
+    return scratches
 
 
 # The launcher.
@@ -229,31 +248,25 @@ def decode_attention(
     context_lens: Tensor,
     items: Tensor,
     num_items: Tensor,
-    scratch: DecodeScratch,
+    scratch: SplitScratch,
     out: Tensor,
 ) -> Tensor:
     """Fills and returns out [B, H, D].
 
     q [B, H, D] with any row stride; caches [pages, Hkv, page_size, D] of its dtype;
     block_tables int32 [B, width] with any row stride. Row b sees the first context_lens[b] keys
-    (int32 [B]); with none its output is 0. items int32 [capacity, 3] begin with those of these rows
-    (decode_items); num_items int32 [1] says how many they are, and further ones are never read.
-    Nothing is allocated, and the grids depend on B and the model alone, so the launches can be
-    captured once for each B. ValueError if the arguments do not fit each other.
+    (int32 [B]); with none its output is not written. items int32 [capacity, 3] begin with those of
+    these rows (decode_items); num_items int32 [1] says how many they are, and further ones are
+    never read. Nothing is allocated, and the grids depend on B and the model alone, so the launches
+    can be captured once for each B. ValueError if the arguments do not fit each other.
     """
     constants = cache_constants(q, k_cache, v_cache, block_tables)
-    rows, heads, head_dim = q.shape
-    scratch_rows, splits = scratch.lse.shape[:2]
-    check((rows,), torch.int32, context_lens=context_lens)
+    rows, heads, _ = q.shape
     check((rows, None), torch.int32, strided=True, block_tables=block_tables)
-    check(q.shape, q.dtype, out=out)
     check((None, 3), torch.int32, items=items)
     check((1,), torch.int32, num_items=num_items)
-    check((splits + 1,), torch.int32, bounds=scratch.bounds)
-    check((scratch_rows, splits, heads, head_dim), torch.float32, partial=scratch.partial)
-    check((scratch_rows, splits, heads), torch.float32, lse=scratch.lse)
-    if scratch_rows < rows:
-        raise ValueError(f"the scratch has {scratch_rows} rows; expected at least {rows}")
+    check_scratch(q, context_lens, scratch)
+    check(q.shape, q.dtype, out=out)
     group = heads // constants["HKV"]
     if group > BLOCK_M:
         raise ValueError(f"{group} query heads a kv head; expected at most {BLOCK_M}")
@@ -273,7 +286,7 @@ def decode_attention(
         scratch.lse,
         q.stride(0),
         block_tables.stride(0),
-        splits,
+        scratch.lse.shape[1],
         G=group,
         PADDED_G=triton.next_power_of_2(group),
         **constants,
@@ -284,6 +297,28 @@ def decode_attention(
         maxnreg=min(255, registers // 8 * 8),  # so that all PROGRAMS of a multiprocessor fit
         **dependent_launch(),
     )
+    merge_splits(scratch, context_lens, out, MERGE_BLOCK)
+    return out
+
+
+def check_scratch(q: Tensor, context_lens: Tensor, scratch: SplitScratch) -> None:
+    """Raises ValueError unless the scratch has room for the rows of q [B, H, D]."""
+    rows, heads, head_dim = q.shape
+    scratch_rows, splits = scratch.lse.shape[:2]
+    check((rows,), torch.int32, context_lens=context_lens)
+    check((splits + 1,), torch.int32, bounds=scratch.bounds)
+    check((scratch_rows, splits, heads, head_dim), torch.float32, partial=scratch.partial)
+    check((scratch_rows, splits, heads), torch.float32, lse=scratch.lse)
+    if scratch_rows < rows:
+        raise ValueError(f"the scratch has {scratch_rows} rows; expected at least {rows}")
+
+
+def merge_splits(
+    scratch: SplitScratch, context_lens: Tensor, out: Tensor, splits_at_a_time: int
+) -> None:
+    """Fills the rows of out [B, H, D] that see keys, from the results of their splits."""
+    rows, heads, head_dim = out.shape
+    splits = scratch.lse.shape[1]
     _merge_splits[(rows, heads)](
         scratch.partial,
         scratch.lse,
@@ -294,10 +329,9 @@ def decode_attention(
         H=heads,
         D=head_dim,
         PADDED_S=triton.next_power_of_2(splits),
-        BLOCK_S=MERGE_BLOCK,
+        BLOCK_S=splits_at_a_time,
         **dependent_launch(),
     )
-    return out
 
 
 # The kernels.
@@ -403,7 +437,11 @@ def _merge_splits(
     BLOCK_S: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Fills out: a program adds the splits of one row and head in order, BLOCK_S at a time."""
+    """Fills out: a program adds the splits of one row and head in order, BLOCK_S at a time.
+
+    With BLOCK_S = 1 this is what paged_prefill.py does in registers, to the bit: the fma say where
+    a product is not rounded.
+    """
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -413,6 +451,8 @@ def _merge_splits(
     s = tl.arange(0, PADDED_S)
     starts = tl.load(bounds_ptr + s, s < splits, 2**31 - 1)
     num_splits = tl.sum((starts < context_len).to(tl.int32), 0)
+    if num_splits == 0:
+        return
     row_max = -1e30
     row_sum = 0.0
     acc = tl.zeros([D], tl.float32)
@@ -426,8 +466,7 @@ def _merge_splits(
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         rescale = tl.exp2(row_max - new_max)
         weights = tl.exp2(lse - new_max)
-        row_sum = row_sum * rescale + tl.sum(weights, 0)
-        acc = acc * rescale + tl.sum(weights[:, None] * mean, 0)
+        row_sum = tl.fma(row_sum, rescale, tl.sum(weights, 0))
+        acc = tl.fma(acc, rescale, tl.sum(weights[:, None] * mean, 0))
         row_max = new_max
-    out = acc / tl.where(row_sum > 0, row_sum, 1.0)  # a row without keys is 0
-    tl.store(out_ptr + (row * H + head) * D + d, out)
+    tl.store(out_ptr + (row * H + head) * D + d, acc / row_sum)

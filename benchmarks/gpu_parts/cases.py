@@ -19,11 +19,16 @@ from kernels.paged_decode import (
     SharedPrefix,
     decode_attention,
     decode_items,
-    decode_scratch,
     rows_per_item,
     split_bounds,
+    split_scratch,
 )
-from kernels.paged_prefill import prefill_attention, prefill_items
+from kernels.paged_prefill import (
+    LEAST_SPLIT,
+    prefill_attention,
+    prefill_items,
+    tokens_per_item,
+)
 from kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_store
 from kernels.quantised import quantised_linear
 from kernels.rms_norm import add_rms_norm, rms_norm
@@ -47,6 +52,7 @@ class Shape:
     ff: int
     page: int = 64  # tokens, as in the engine
     tokens: int = 8192  # of a training pack, and of a prefill
+    chunk: int = 100  # tokens of a short prefill on long_context / 2
     rows: int = 64  # of a decode step
     context: int = 4096  # keys of a row
     long_context: int = 32768  # keys of one row alone
@@ -80,6 +86,7 @@ SMALL = Shape(
     ff=96,
     page=16,
     tokens=20,
+    chunk=5,
     rows=2,
     context=140,
     long_context=260,
@@ -140,6 +147,7 @@ def all_cases(shape: Shape) -> list[Case]:
         decode(shape, shape.rows, shape.prefix + 4 * shape.page, shared=shape.prefix),
         prefill(shape, 0, shape.tokens),
         prefill(shape, shape.tokens, -(-shape.tokens // 4)),
+        prefill(shape, shape.long_context // 2, shape.chunk, whole=False),
         *training(shape),
         *products(shape),
     ]
@@ -151,7 +159,9 @@ def other_shapes() -> list[Case]:
     for shape in (*OTHER_GROUPS, *OTHER_HEADS):
         cases_of_shape = [decode(shape, shape.rows, shape.context)]
         if shape in OTHER_HEADS:
-            cases_of_shape += [*rotations(shape), prefill(shape, 0, shape.tokens), *training(shape)]
+            cases_of_shape += [*rotations(shape), *training(shape)]
+            cases_of_shape.append(prefill(shape, 0, shape.tokens))
+            cases_of_shape.append(prefill(shape, 16384, shape.chunk, whole=False))
         cases += [replace(case, name=f"{case.name} {shape.name}") for case in cases_of_shape]
     return cases
 
@@ -220,7 +230,7 @@ def decode(shape: Shape, rows: int, context: int, shared: int = 0) -> Case:
         lengths = [context] * rows
         device = torch.get_default_device()
         bounds = split_bounds(shape.max_context)
-        scratch = decode_scratch(rows, bounds, heads, dim, device)
+        (scratch,) = split_scratch([(rows, bounds)], heads, dim, device)
         with torch.device("cpu"):  # what the engine makes on the host
             items = decode_items(lengths, prefixes, bounds, rows_per_item(heads // kv_heads))
             items = torch.from_numpy(items)
@@ -237,17 +247,25 @@ def decode(shape: Shape, rows: int, context: int, shared: int = 0) -> Case:
     return Case(name, make, decode_attention, 4 * keys * kv_heads * dim, flops)
 
 
-def prefill(shape: Shape, start: int, count: int) -> Case:
-    """Returns the prefill of `count` tokens on `start` earlier ones."""
+def prefill(shape: Shape, start: int, count: int, whole: bool = True) -> Case:
+    """Returns the prefill of `count` tokens on `start` earlier ones, in whole or split items."""
     heads, kv_heads, dim, end = shape.heads, shape.kv_heads, shape.head_dim, start + count
     pages = -(-end // shape.page)
 
     def make():
+        device = torch.get_default_device()
+        bounds = split_bounds(shape.max_context, LEAST_SPLIT)
+        (scratch,) = split_scratch([(count, bounds)], heads, dim, device)
+        with torch.device("cpu"):  # what the engine makes on the host
+            most = tokens_per_item(heads // kv_heads, dim, torch.bfloat16)
+            items = torch.from_numpy(prefill_items([start], [count], bounds, most, whole))
+            num_items = torch.tensor([len(items)], dtype=torch.int32)
         block_tables = torch.arange(pages, dtype=torch.int32)[None]
         caches = randn(2, pages, kv_heads, shape.page, dim)
-        items = prefill_items([start], [count])
+        context_lens = torch.arange(start + 1, end + 1, dtype=torch.int32)
         q, out = randn(2, count, heads, dim)
-        return q, *caches, block_tables, items, out
+        work = items.to(device), num_items.to(device), scratch
+        return q, *caches, block_tables, context_lens, *work, out, whole
 
     flops = 4 * heads * dim * (count * start + count * (count + 1) / 2)
     name = f"prefill_attention {count} on {start}"

@@ -7,8 +7,8 @@ whose launches compile and do nothing else. Triton specialises as on the GPU and
 not fit it. Of each kernel: registers of a thread, spilled bytes of a thread, shared memory of a
 block, how many programs fit on a multiprocessor at once, the instruction that multiplies matrices,
 and the loads in the loop of that instruction that the program waits for. Exit status 1 if a kernel
-spills, does not fit, breaks its budget, is compiled anew for another number of tokens, or touches
-memory before the kernel in front of it has ended.
+spills in that loop, or without one anywhere, does not fit, breaks its budget, is compiled anew for
+another number of tokens, or touches memory before the kernel in front of it has ended.
 """
 
 import argparse
@@ -47,13 +47,6 @@ WIDE_PRODUCT = {90: "HGMMA", 100: "UTCHMMA"}  # of many rows; HMMA on other GPUs
 WAIT, RELEASE = "ACQBULK", "PREEXIT"
 # Accesses to memory that a kernel in front may have written, or still read.
 ACCESS = r"LDG|LDGSTS|STG|LD|ST|ATOMG?|REDG?|UBLKCP|UTMA\w+"
-# Bytes a thread spills on GPUs whose tiles were not chosen on a card.
-SPILLS = {
-    ("_attend_chunks", 100): 8,
-    ("_attend_chunks", 120): 72,
-    ("flash_forward", 100): 32,
-    ("flash_backward_keys", 120): 8,
-}
 TOKENS = (1, 777, 2000)  # a kernel is compiled once for all of them
 
 
@@ -108,6 +101,7 @@ class Report:
     loads: int  # in its innermost loop, that the program waits for
     early: bool  # launched before the kernel in front of it has ended
     waits: bool  # for that kernel before it touches memory, and lets the next one in after that
+    spills: int  # accesses of local memory in that loop, or anywhere if there is none
 
     def __str__(self) -> str:
         line = (
@@ -123,7 +117,7 @@ class Report:
 
 @dataclass(frozen=True)
 class KernelBudget:
-    """What a kernel may take. None may spill, but for SPILLS."""
+    """What a kernel may take. None may spill in the loop of its products."""
 
     programs: int  # at least so many fit on a multiprocessor at once
     product: str = ""  # HMMA, HGMMA (or what WIDE_PRODUCT has in its place), or none
@@ -171,6 +165,7 @@ def inspect(binary: Binary, arch: int) -> Report:
         loads=len([instruction for instruction in loop if re.search(r"\bLDG\b", instruction)]),
         early=binary.early,
         waits=order[:2] == [WAIT, RELEASE],
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", "\n".join(loop) or code)),
     )
 
 
@@ -210,8 +205,8 @@ def resident_programs(registers: int, shared: int, warps: int, arch: int) -> int
 def faults(report: Report, arch: int) -> list[str]:
     """Returns in what a kernel breaks its budget."""
     breaches = []
-    if report.spilled > SPILLS.get((report.kernel, arch), 0):
-        breaches.append("spills")
+    if report.spills:
+        breaches.append("spills in the loop" if report.product else "spills")
     if report.early and not report.waits:
         breaches.append("does not wait first")
     if report.kernel not in BUDGETS:

@@ -47,8 +47,8 @@ def _naive_store(qkv, q_norm, k_norm, cos, sin, k_cache, v_cache, slots, eps) ->
     return q
 
 
-def _naive_prefill(q, k_cache, v_cache, block_tables, items, out) -> Tensor:
-    start = int(items[:, 3].min())  # one sequence: the position of its first token
+def _naive_prefill(q, k_cache, v_cache, block_tables, context_lens, *_) -> Tensor:
+    start = int(context_lens[0]) - 1  # one sequence: the position of its first token
     return naive_prefill_attention(q, k_cache, v_cache, block_tables, [start], [len(q)])
 
 

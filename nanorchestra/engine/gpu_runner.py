@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from kernels.common import SIZES
-from kernels.paged_decode import decode_scratch, rows_per_item, split_bounds
-from kernels.paged_prefill import prefill_items
+from kernels.paged_decode import rows_per_item, split_bounds, split_scratch
+from kernels.paged_prefill import LEAST_SPLIT, prefill_items, tokens_per_item
 from nanorchestra.engine.paged_attention import PagedAttention
 from nanorchestra.engine.runner import Launched, Runner, kv_shape, page_bytes
 from nanorchestra.engine.sampler import draw_tokens
 from nanorchestra.engine.scheduler import Batch
 from nanorchestra.engine.sequence import Request, SamplingParams
 from nanorchestra.engine.step_inputs import (
+    SPLIT_TOKENS,
     Paging,
     StepInputs,
     copy_inputs,
@@ -78,16 +79,20 @@ class GpuRunner(Runner):
 
         self.model, self.device, self.on_gpu = model, weight.device, weight.is_cuda
         self.max_batch_tokens, self.max_running = max_batch_tokens, max_running
-        heads = config.num_attention_heads
-        bounds = split_bounds(max_context)
-        self._paging = Paging(
+        heads, head_dim = config.num_attention_heads, config.head_dim
+        group = heads // config.num_key_value_heads
+        self._paging = paging = Paging(
             self.page_size,
             table_width=-(-max_context // self.page_size),
-            bounds=bounds,
-            rows_per_item=rows_per_item(heads // config.num_key_value_heads),
+            decode_bounds=split_bounds(max_context),
+            rows_per_item=rows_per_item(group),
+            prefill_bounds=split_bounds(max_context, LEAST_SPLIT),
+            tokens_per_item=tokens_per_item(group, head_dim, weight.dtype),
         )
-        self._scratch = decode_scratch(max_running, bounds, heads, config.head_dim, self.device)
-        most_items = max_running * (len(bounds) - 1)
+        split_tokens = min(SPLIT_TOKENS, max_batch_tokens)
+        uses = (max_running, paging.decode_bounds), (split_tokens, paging.prefill_bounds)
+        self._scratches = split_scratch(uses, heads, head_dim, self.device)
+        most_items = max_running * (len(paging.decode_bounds) - 1)
         self._inputs = empty_inputs(
             max_running, max_running, most_items, 0, self._paging.table_width, self.device
         )
@@ -139,8 +144,14 @@ class GpuRunner(Runner):
     def _prefill_without_effect(self, counts) -> StepInputs:
         chunks, width = len(counts), self._paging.table_width
         inputs = empty_inputs(sum(counts), 0, 0, chunks, width, self.device)
-        items = prefill_items([0] * chunks, counts).to(self.device)
-        return replace(inputs, prefill_items=items)
+        bounds, most = self._paging.prefill_bounds, self._paging.tokens_per_item
+        items = prefill_items([0] * chunks, counts, bounds, most, inputs.whole_items)
+        return replace(
+            inputs,
+            prefill_items=to_device(items, self.device),
+            num_prefill_items=to_device(np.array([len(items)], np.int32), self.device),
+            prefill_lens=inputs.prefill_lens + 1,
+        )
 
     def capture(self) -> None:
         """Captures a graph of each size, the largest first: the others then use its memory.
@@ -211,7 +222,7 @@ class GpuRunner(Runner):
         Nothing here may depend on a value on the device: graphs capture it.
         """
         k_cache, v_cache = self.kv_cache
-        attention = PagedAttention(k_cache, v_cache, inputs, self._scratch)
+        attention = PagedAttention(k_cache, v_cache, inputs, *self._scratches)
         hidden = self.model(inputs.tokens, inputs.positions, attention)
         if inputs.num_chunks:
             hidden = hidden.index_select(0, inputs.last_tokens)

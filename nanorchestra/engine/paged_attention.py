@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.paged_decode import DecodeScratch, decode_attention
+from kernels.paged_decode import SplitScratch, decode_attention
 from kernels.paged_prefill import prefill_attention
 from kernels.qk_norm_rope import qk_norm_rope_store
 from nanorchestra.engine.step_inputs import StepInputs
@@ -29,13 +29,14 @@ from nanorchestra.model.rope import Rotation
 class PagedAttention:
     """Attention of a step over KV pages, by Triton kernels.
 
-    k_cache, v_cache [layers, pages, Hkv, page_size, D]. scratch: of the step's decodes.
+    k_cache, v_cache [layers, pages, Hkv, page_size, D]. The two scratches may be the same memory.
     """
 
     k_cache: Tensor
     v_cache: Tensor
     inputs: StepInputs
-    scratch: DecodeScratch
+    decode_scratch: SplitScratch
+    prefill_scratch: SplitScratch
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
         """Returns attention's output [T, H, D]; stores the tokens' keys and values first."""
@@ -66,17 +67,21 @@ class PagedAttention:
                 inputs.context_lens,
                 inputs.decode_items,
                 inputs.num_decode_items,
-                self.scratch,
+                self.decode_scratch,
                 out[:decodes],
             )
         if inputs.num_chunks:
             prefill_attention(
-                q[decodes:],
+                q,
                 k_cache,
                 v_cache,
                 inputs.prefill_tables,
+                inputs.prefill_lens,
                 inputs.prefill_items,
-                out[decodes:],
+                inputs.num_prefill_items,
+                self.prefill_scratch,
+                out,
+                inputs.whole_items,
             )
         return out
 

@@ -14,6 +14,9 @@ from nanorchestra.engine.scheduler import Chunk
 from nanorchestra.engine.sequence import Request
 from nanorchestra.engine.transfers import staged, to_device
 
+SPLIT_TOKENS = (
+    512  # a step with more tokens fills a GPU with whole items (kernels/paged_prefill.py)
+)
 # Rows are a group if they share this part of what either shares with others. Below 1: two of eight
 # samples of a prompt that also share a page of their own must not leave the other six.
 SAME_GROUP = 3 / 4
@@ -36,8 +39,10 @@ class StepInputs:
     decode_items: np.ndarray | Tensor  # [items, 3]
     num_decode_items: np.ndarray | Tensor  # [1]
     # Of chunks (kernels/paged_prefill.py).
+    prefill_lens: np.ndarray | Tensor  # [T]: keys that a token of a chunk sees; of decodes 0
     prefill_tables: np.ndarray | Tensor  # [chunks, width]: the pages of each
     prefill_items: np.ndarray | Tensor  # [items, 4]
+    num_prefill_items: np.ndarray | Tensor  # [1]
     # Of a step with chunks, each row that is sampled: the index of its last token.
     last_tokens: np.ndarray | Tensor  # [sampled]
 
@@ -51,6 +56,11 @@ class StepInputs:
         """Returns the number of chunks."""
         return len(self.prefill_tables)
 
+    @property
+    def whole_items(self) -> bool:
+        """True if each item of a chunk has all splits of its keys."""
+        return len(self.tokens) > SPLIT_TOKENS
+
 
 @dataclass(frozen=True)
 class Paging:
@@ -58,8 +68,10 @@ class Paging:
 
     page_size: int
     table_width: int  # pages of the longest sequence
-    bounds: list[int]  # of splits (kernels/paged_decode.py)
+    decode_bounds: list[int]  # of splits (kernels/paged_decode.py)
     rows_per_item: int
+    prefill_bounds: list[int]  # of splits (kernels/paged_prefill.py)
+    tokens_per_item: int
 
     def slot(self, block_table: list[int], position: int) -> int:
         """Returns where the key and value of a position lie."""
@@ -110,7 +122,7 @@ def _decode_inputs(decodes, tables, shared_prefixes, rows, unread, paging) -> St
     for request, position in zip(decodes, positions, strict=True):
         slots.append(paging.slot(request.sequence.block_table, position))
     context_lens = [position + 1 for position in positions]
-    items = decode_items(context_lens, shared_prefixes, paging.bounds, paging.rows_per_item)
+    items = decode_items(context_lens, shared_prefixes, paging.decode_bounds, paging.rows_per_item)
     decode_tables = np.zeros((rows, paging.table_width), np.int32)
     decode_tables[: len(decodes), : tables.shape[1]] = tables
     padding = rows - len(decodes)
@@ -122,8 +134,10 @@ def _decode_inputs(decodes, tables, shared_prefixes, rows, unread, paging) -> St
         decode_tables=decode_tables,
         decode_items=items,
         num_decode_items=np.array([len(items)], np.int32),
+        prefill_lens=np.zeros(rows, np.int32),
         prefill_tables=np.zeros((0, paging.table_width), np.int32),
         prefill_items=np.zeros((0, 4), np.int32),
+        num_prefill_items=np.zeros(1, np.int32),
         last_tokens=np.zeros(0, np.int32),
     )
 
@@ -139,17 +153,25 @@ def _with_chunks(inputs, chunks, paging) -> StepInputs:
         slots += [paging.slot(block_table, position) for position in range(chunk.start, chunk.end)]
         if chunk.is_last:
             last_tokens.append(inputs.num_decodes + len(tokens) - 1)
-    starts = [chunk.start for chunk in chunks]
-    counts = [chunk.count for chunk in chunks]
-    return replace(
+    with_chunks = replace(
         inputs,
         tokens=np.append(inputs.tokens, np.array(tokens, np.int32)),
         positions=np.append(inputs.positions, np.array(positions, np.int32)),
         slots=np.append(inputs.slots, np.array(slots, np.int32)),
+        prefill_lens=np.append(inputs.prefill_lens, np.array(positions, np.int32) + 1),
         prefill_tables=_block_tables([chunk.request for chunk in chunks], paging.table_width),
-        prefill_items=prefill_items(starts, counts).numpy(),
         last_tokens=np.array(last_tokens, np.int32),
     )
+    items = prefill_items(
+        [chunk.start for chunk in chunks],
+        [chunk.count for chunk in chunks],
+        paging.prefill_bounds,
+        paging.tokens_per_item,
+        with_chunks.whole_items,
+        first_row=inputs.num_decodes,
+    )
+    num_items = np.array([len(items)], np.int32)
+    return replace(with_chunks, prefill_items=items, num_prefill_items=num_items)
 
 
 def _block_tables(requests, width) -> np.ndarray:
@@ -221,8 +243,10 @@ def empty_inputs(
         decode_tables=zeros(decodes, width),
         decode_items=zeros(items, 3),
         num_decode_items=zeros(1),
+        prefill_lens=zeros(tokens),
         prefill_tables=zeros(chunks, width),
         prefill_items=zeros(0, 4),
+        num_prefill_items=zeros(1),
         last_tokens=zeros(chunks),
     )
 
@@ -237,8 +261,10 @@ def first_decodes(inputs: StepInputs, rows: int) -> StepInputs:
         decode_tables=inputs.decode_tables[:rows],
         decode_items=inputs.decode_items,
         num_decode_items=inputs.num_decode_items,
+        prefill_lens=inputs.prefill_lens[:rows],
         prefill_tables=inputs.prefill_tables[:0],
         prefill_items=inputs.prefill_items[:0],
+        num_prefill_items=inputs.num_prefill_items,
         last_tokens=inputs.last_tokens[:0],
     )
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from kernel_check import DEVICE
 
-from kernels.paged_decode import decode_scratch
-from kernels.paged_prefill import prefill_items
+from kernels.paged_decode import split_scratch
 from nanorchestra.engine.paged_attention import GatheredAttention, PagedAttention, PagedChunk
 from nanorchestra.engine.step_inputs import empty_inputs
 from nanorchestra.model import ops
@@ -108,11 +107,9 @@ def paged(model: Qwen3, count: int) -> PagedAttention:
     step = replace(
         step,
         slots=torch.tensor(slots, dtype=torch.int32, device=DEVICE),
-        prefill_tables=torch.tensor([PAGES], dtype=torch.int32, device=DEVICE),
-        prefill_items=prefill_items([0], [count]).to(DEVICE),
     )
-    scratch = decode_scratch(0, [0], 1, 1, DEVICE)  # no row decodes
-    return PagedAttention(*caches(model), step, scratch)
+    scratches = split_scratch([(0, [0]), (0, [0])], 1, 1, DEVICE)  # nothing attends
+    return PagedAttention(*caches(model), step, *scratches)
 
 
 def hidden_states(model: Qwen3, count: int, attention) -> torch.Tensor:
