@@ -6,13 +6,16 @@
 K / group], values uint8 [N, K / 2], where byte j of a group has column j in the low nibble and
 column j + group / 2 in the high one; zeros uint8 [N, K / group], or 8 everywhere. The differences
 enter the product as they are, exact in bf16, and the scales join in fp32. That reads N K bytes, or
-N K (1/2 + 2/group), 3/group with zeros, for 2 M N K FLOPs: bandwidth is the limit up to ROWS rows
-of x. QuantisedLinear in nanorchestra/model/quantise.py multiplies more by torch.
+N K (1/2 + 2/group), 3/group with zeros, for 2 M N K FLOPs: bandwidth is the limit up to 32 rows of
+x. QuantisedLinear in nanorchestra/model/quantise.py multiplies more than ROWS by torch, from a
+widened copy, which then costs less than the narrow instruction below.
 
 One program of `_product` owns BLOCK_N outputs of up to 16 rows over one split of K; above 16 rows,
-2 * BLOCK_N outputs of up to 32. `_add_parts` adds the fp32 parts of several splits in order. W is
-the left operand, so that 8 rows of x fill an instruction. The splits depend on N and K alone, and
-two warps keep every product on mma m16n8k16, also on Hopper: the bits of a row do not depend on M.
+2 * BLOCK_N outputs of up to 32. Blocks of rows with the same outputs are neighbours in the grid, so
+that all but the first read W from L2. `_add_parts` adds the fp32 parts of several splits in order.
+W is the left operand, so that 8 rows of x fill an instruction. The splits depend on N and K alone,
+and two warps keep every product on mma m16n8k16, also on Hopper: the bits of a row do not depend on
+M.
 """
 
 import torch
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from kernels.common import check, dependent_launch, pick, wait_for_previous
 
-ROWS = 64
+ROWS = 128
 GROUPS = 256, 128, 64, 32  # columns that may share a scale with 4 bits
 FEWEST_PROGRAMS = 192  # that a GPU wants; also of 2 * BLOCK_N outputs, as splits depend on N and K
 BLOCK_N = 32

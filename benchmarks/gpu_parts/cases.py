@@ -310,7 +310,7 @@ def products(shape: Shape) -> list[Case]:
     """Returns the gate and up projection with weights in int8, int4, int4 with zeros (awq)."""
     cases = []
     for mode in ("int8", "int4", "awq"):
-        for rows in (1, 16, 64):
+        for rows in (1, 16, 64, 128):
             cases.append(_product(shape, mode, rows))
     return cases
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
@@ -28,6 +28,7 @@ from kernels.qk_norm_rope import naive_qk_norm_rope
 from kernels.quantised import naive_quantised_linear
 from kernels.rms_norm import naive_add_rms_norm, naive_rms_norm
 from kernels.swiglu import naive_swiglu
+from nanorchestra.model.quantise import QuantisedLinear
 
 Function = Callable[..., Any]
 
@@ -222,8 +223,17 @@ def peers_of(case: Case) -> dict[str, Function]:
     if kernel == "quantised_linear":
         shape = QWEN3_8B
         weight = torch.randn(2 * shape.ff, shape.hidden, dtype=torch.bfloat16, device=DEVICE)
-        return {"cublas": lambda x, *_: x @ weight.T}
+        return {"cublas": lambda x, *_: x @ weight.T, "widened": _widened_product}
     return {}
+
+
+def _widened_product(x: Tensor, values: Tensor, scales: Tensor, _, zeros: Tensor | None) -> Tensor:
+    """Returns x W^T as QuantisedLinear computes it for more rows than its kernel takes."""
+    columns, groups = x.shape[1], scales.shape[1]
+    linear = nn.Linear(columns, len(values), bias=False, device="meta")
+    layer = QuantisedLinear(linear, values.dtype, columns // groups)
+    layer.values, layer.scales, layer.zeros = values, scales, zeros
+    return F.linear(x, layer.dequantise(x.dtype))
 
 
 def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels.common import SIZES
 from kernels.paged_decode import rows_per_item, split_bounds, split_scratch
 from kernels.paged_prefill import LEAST_SPLIT, prefill_items, tokens_per_item
+from kernels.quantised import ROWS
 from nanorchestra.engine.paged_attention import PagedAttention
 from nanorchestra.engine.runner import Launched, Runner, kv_shape, page_bytes
 from nanorchestra.engine.sampler import draw_tokens
@@ -128,8 +129,8 @@ class GpuRunner(Runner):
         for rows in graph_sizes(self.max_running):
             self._forward(first_decodes(self._inputs, rows))
         longest = self._paging.table_width * self.page_size
-        # quantised.py has other tiles on both sides of 8, 16 and 64 rows.
-        for tokens in (self.max_batch_tokens, 65, 64, 17, 16, 9, 8, 1):
+        # quantised.py has other tiles on both sides of 8 and 16 rows; above ROWS torch multiplies.
+        for tokens in (self.max_batch_tokens, ROWS + 1, ROWS, 17, 16, 9, 8, 1):
             counts, left = [], min(tokens, self.max_batch_tokens)
             while left and len(counts) < self.max_running:
                 counts.append(min(left, longest))

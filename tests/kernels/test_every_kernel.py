@@ -14,7 +14,7 @@ CONTAINED = "flash_attention", "flash_attention backward", "qk_norm_rope"
 
 
 def contained(name):
-    return name in CONTAINED or name.endswith((" M=1", " M=16")) or " B=1 " in name
+    return name in CONTAINED or name.endswith((" M=1", " M=16", " M=64")) or " B=1 " in name
 
 
 CASES = [case for case in all_cases(SMALL) if not contained(case.name)]

@@ -12,11 +12,11 @@ from nanorchestra.model.quantise import QuantisedLinear
 SIZES = [  # bits, rows of x, outputs, columns, columns that share a scale
     (8, 1, 1, 1, 1),
     (8, 16, 16, 129, 129),
-    (8, 64, 48, 65, 65),
+    (8, 128, 48, 65, 65),
     (4, 1, 16, 128, 128),
     (4, 8, 15, 320, 64),
     (4, 9, 17, 512, 256),
-    (4, 33, 33, 288, 32),
+    (4, 97, 33, 288, 32),
 ]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kernels.quantised import ROWS
 from nanorchestra.errors import UserError
 from nanorchestra.model.checkpoint import (
     copy_weights,
@@ -42,7 +43,7 @@ def test_forward_is_the_product_with_the_weights_rounded_once(monkeypatch, by_ke
     holder = nn.ModuleDict({"proj": linear})
     quantise_model(holder, mode)
     holder["proj"].write(slice(0, 40), linear.weight)
-    x, weight = torch.randn(70, 256).bfloat16(), holder["proj"].dequantise(torch.float32)
+    x, weight = torch.randn(ROWS + 1, 256).bfloat16(), holder["proj"].dequantise(torch.float32)
     assert torch.equal(holder["proj"](x), nn.functional.linear(x, weight.bfloat16()))
 
 
