@@ -143,6 +143,8 @@ class LoraSection:
 class RolloutSection:
     """Sampling of attempts."""
 
+    # of the engine: in the dtype of computing, or matrices in int8, rounded anew after each update
+    weights: Literal["full", "int8"] = "full"
     temperature: float = 1.0  # sampling temperature of GRPO's attempts
     turns: int = 50  # turns of an attempt at most
     calls_per_turn: int = 4  # calls of a turn that are run at most
@@ -230,6 +232,17 @@ def check(config: Config) -> None:
         cap == 0 or cap >= 1,
         f"grpo.importance_cap is {cap}; it must be at least 1, or 0 for no such weight",
     )
+    if rollout.weights == "int8":
+        require(
+            cap,
+            "grpo.importance_cap is 0; with rollout.weights int8 it must be at least 1: attempts "
+            "are sampled by other weights than learn from them",
+        )
+        require(
+            config.lora.base != "int4",
+            "rollout.weights is int8; with lora.base int4 it must be full: the engine shares the "
+            "weights",
+        )
     require(
         rollout.turn_tokens < context,
         f"rollout.turn_tokens is {rollout.turn_tokens}; it must be below rollout.context_tokens, "

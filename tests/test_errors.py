@@ -34,6 +34,7 @@ COMMANDS = {
 ASKED = "--world questions:rows.jsonl --tools tools.json"
 REWARD = "--policy program --reward my.py:pay"
 OWN = "--world my.py --policy mine/model"
+INT8_OVER_4 = "--rollout.weights int8 --config qwen3-8b-qlora"
 RESET = "class A:\n    def reset(self, seed):\n        return 'What?'\n"
 CASE = '{"id": 1, "answers": {"ant": ["A", 1, 0.1]}}\n'
 FILES = {  # of the directory in which each mistake is made
@@ -46,6 +47,12 @@ MISTAKES = [  # a command, its arguments, what the line has to say, and files of
     ("train.py", "--grpo.learning_rate nan", "grpo.learning_rate is nan; it must be at least 0"),
     ("train.py", "--rollout.turn_tokens 4096", "turn_tokens is 4096; it must be below rollout."),
     ("train.py", "--lora.base int4", "lora.rank is 0; with lora.base int4 it must be 1 or more"),
+    (
+        "train.py",
+        "--rollout.weights int8",
+        "importance_cap is 0; with rollout.weights int8 it must",
+    ),
+    ("train.py", INT8_OVER_4, "rollout.weights is int8; with lora.base int4 it must be full"),
     ("train.py", "--gpus 8", "are only for --plan"),
     ("train.py", "--config qwen-4b", "; did you mean qwen3-4b?"),
     ("train.py", "--config my.toml", "my.toml: not TOML (Expected", "[grpo\n"),

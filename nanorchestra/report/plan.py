@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernels.quantised import ROWS
 from nanorchestra.config import DRAFT, Config
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.checkpoint import PRESETS, read_config
@@ -99,12 +100,18 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     gathered = 2 * (root + 2 * layer)
     if full:
         gathered += costs.logit_flops + (2 + 4) * layer
+    attempts = -(-grpo.prompts // setup.gpus) * grpo.group_size
     engine = 2 * total
-    widened = 0.0
+    gate_up = 2 * hidden * setup.model.intermediate_size
+    widened = 0.0, 0.0
     if setup.in_4_bits:
         gathered = 0.0  # one process
         engine = 2 * setup.spread
-        widened = WIDENED * 2 * hidden * setup.model.intermediate_size  # gate and up
+        widened = WIDENED * gate_up, WIDENED * gate_up
+    if rollout.weights == "int8":
+        head = 0 if setup.model.tie_word_embeddings else costs.logit_flops // 2
+        engine -= setup.in_layers + head  # a byte of a number less
+        widened = 2 * (max(gate_up, head) if attempts > ROWS else gate_up), 0
     kept = layers * costs.activations
     if config.parallel.activation_checkpointing:
         kept = layers * hidden + costs.activations
@@ -114,7 +121,6 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
         gathered = max(gathered, (2 + 4) * root - activations)
     if reference:
         gathered += 2 * (root + layer)
-    attempts = -(-grpo.prompts // setup.gpus) * grpo.group_size
     pages_of_attempt = -(-rollout.context_tokens // rollout.page_size)
     pages = rollout.pages or attempts * pages_of_attempt + SPARE_PAGES
     kv = pages * rollout.page_size * costs.kv_bytes
@@ -125,7 +131,7 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
         "gradients": (0, 4 * trained * share),
         "gathered layers": (0, gathered),
         "activations": (0, activations),
-        "widened matrix": (widened, widened),
+        "widened matrix": widened,
         "engine's copy": (engine, engine),
         "KV pages": (kv, kv),
     }

@@ -130,6 +130,8 @@ def build_engine(
     else:
         with torch.device("meta"):
             model = Qwen3(shape).to(dtype)
+            if limits.weights == "int8":
+                quantise_model(model, "int8")
         model.to_empty(device=ranks.device)
         pack(model)
     require(
@@ -153,8 +155,8 @@ def build_engine(
 def publish(config: Config, trained: Qwen3, engine: Engine, dtype: torch.dtype) -> float:
     """Copies the trained weights into the engine: adapters alone where both share the base.
 
-    Weights go by their Hugging Face names, gathered one at a time. The engine counts a version more
-    and forgets its KV. Returns the seconds that it took.
+    Weights go by their Hugging Face names, gathered one at a time; an engine in int8 rounds them
+    in place. The engine counts a version more and forgets its KV. Returns the seconds that it took.
     """
     started = time.monotonic()
     if config.lora.base == "int4":

@@ -57,3 +57,16 @@ def test_one_consumer_gpu_trains_the_8b_over_a_base_in_4_bits(monkeypatch):
     assert parts["moments"][1] == pytest.approx(2 * counted["adapters"], rel=1e-3)
     assert parts["engine's copy"][0] == pytest.approx(counted["engine"], rel=1e-3)
     assert not any(parts["gathered layers"])
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"], ids=["tied", "with a head"])
+def test_an_engine_in_int8_has_as_many_bytes_as_the_model_itself(name):
+    config = load_config(CONFIGS / f"{name}.toml", {"rollout.weights": "int8"})
+    parts = memory(Setup(config, 1, PRESETS[name]))
+    with torch.device("meta"):
+        model = Qwen3(PRESETS[name]).to(torch.bfloat16)
+        quantise_model(model, "int8")
+    counted = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    assert parts["engine's copy"] == pytest.approx((counted,) * 2, rel=3e-3)
+    gate_up = 2 * model.layers[0].gate_up_proj.values.numel()
+    assert parts["widened matrix"][0] >= gate_up, "of a prefill"

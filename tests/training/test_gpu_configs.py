@@ -20,6 +20,7 @@ GAP, LARGEST_GAP = 0.02, 0.1
 CASES = [
     ("qwen3-8b", {"grpo.kl_coef": 1e-3, "grpo.optimizer": "muon"}),  # KL to a sharded copy
     ("qwen3-8b-lora", {"grpo.kl_coef": 1e-3}),  # KL to the base
+    ("qwen3-8b", {"rollout.weights": "int8"}),
     ("qwen3-8b-qlora", {}),  # one process: its base in 4 bits is not sharded
 ]
 
