@@ -103,9 +103,7 @@ class Engine:
         else:
             self.runner = CpuRunner(model, self.num_drawable, num_pages, page_size)
         self.blocks = BlockManager(self.runner.num_pages, self.runner.page_size)
-        self.scheduler = Scheduler(
-            self.blocks, max_batch_tokens, max_running, self.runner.mixed_prefill
-        )
+        self.scheduler = Scheduler(self.blocks, max_batch_tokens, max_running)
         pool = self.runner.num_pages * self.runner.page_size
         self.limits = Limits(config.vocab_size, self.max_context, pool)
         self._request_ids = itertools.count()
@@ -250,6 +248,7 @@ class Engine:
             return batch, {}
         launched = self.runner.launch(batch)
         self.runner.draw(launched)
+        self.scheduler.commit(batch)
         return batch, self._accept(launched)
 
     def _overlapped_step(self, launched: Launched | None) -> tuple[Batch, Results, Launched | None]:
@@ -259,9 +258,10 @@ class Engine:
         its draws, and the step for the next call.
 
         The GPU then computes while the host reads, and the newest ids go from one step to the next
-        on the device. A step can be launched ahead if it only decodes (`schedule_ahead`). It is
-        drawn once the tokens before it are accepted, because masks and noise depend on these. The
-        callbacks come after that, so the GPU works meanwhile.
+        on the device. The step is committed before the next one is planned (`schedule_ahead`): what
+        it writes is there for all that comes later on the device. The next step is drawn once the
+        tokens before it are accepted, because masks and noise depend on these. The callbacks come
+        after that, so the GPU works meanwhile.
         """
         if launched is not None:
             self._leave_out_ended(launched.batch)
@@ -274,10 +274,14 @@ class Engine:
                 return batch, {}, None
             launched = self.runner.launch(batch)
             self.runner.draw(launched)
+        self.scheduler.commit(launched.batch)
         ahead = None
-        batch_ahead = self.scheduler.schedule_ahead(launched.batch)
+        batch_ahead = self.scheduler.schedule_ahead()
         if batch_ahead is not None:
-            ahead = self.runner.launch(batch_ahead, previous=launched)
+            self._fail_unadmitted(batch_ahead)
+            launched.batch.failed.update(batch_ahead.failed)
+            if not batch_ahead.empty:
+                ahead = self.runner.launch(batch_ahead, previous=launched)
         results = self._accept(launched)
         if ahead is not None:
             self.runner.draw(ahead)
@@ -286,18 +290,22 @@ class Engine:
     def _plan(self) -> Batch:
         """Schedules the next batch. A request whose admission raised has failed."""
         batch = self.scheduler.schedule()
+        self._fail_unadmitted(batch)
+        return batch
+
+    def _fail_unadmitted(self, batch: Batch):
         for request, error in batch.failed.items():
             self.fail(request, error)
-        return batch
 
     def _leave_out_ended(self, batch: Batch):
         """Takes out of a batch that was launched ahead the requests that have ended since.
 
-        Such a request still has a row in the step, which is ignored. The row wrote the KV of the
-        request's last id where it belongs. If the pages are free again, only a later step can hand
+        Such a request still has a row or a chunk in the step, which is ignored. It wrote the KV of
+        the request's ids where they belong. If the pages are free again, only a later step can hand
         them out, and that comes later on the device; a session writes the same there once more.
         """
         batch.decodes = [request for request in batch.decodes if not request.finished]
+        batch.prefills = [chunk for chunk in batch.prefills if not chunk.request.finished]
 
     def _drop_ahead(self):
         """Forgets the step launched ahead, once it has been computed.
@@ -314,7 +322,6 @@ class Engine:
         sampled = batch.sampled
         results = self.runner.read(launched)
         self._check_finite(sampled, results)
-        self.scheduler.commit(batch)  # counts ids, so it comes before the new ones
         self._counts["steps"] += 1
         self._counts["prefill_tokens"] += batch.prefill_tokens
         self._counts["sampled_tokens"] += len(sampled)

@@ -1,10 +1,11 @@
 """Computes a scheduled batch on a GPU, with Triton kernels and captured CUDA graphs.
 
-A step that only decodes copies its inputs to fixed tensors and replays a graph of the forward pass
-and the output matrix. Each of a few batch sizes has a graph (`graph_sizes`: 36 sizes for 512
-running requests), captured when the runner is made. A step with prefill launches the same
-computation kernel by kernel. The tokens are then drawn by sampler.py, launch by launch. After the
-start no step is captured or compiled. Only `read`, and `wait` for a dropped step, wait for the GPU.
+A step copies its inputs to fixed tensors and replays a graph of the forward pass and the output
+matrix. Steps that only decode have a graph for each of a few numbers of rows (`decode_sizes`: 36
+for 512 running requests), steps with prefill for each of a few numbers of tokens (`token_sizes`: 28
+for 4,096 tokens). The numbers of decodes, chunks and items of work are data on the device. The
+tokens are then drawn by sampler.py, launch by launch. After the start no step is captured or
+compiled. Only `read`, and `wait` for a dropped step, wait for the GPU.
 
 The tokens that a step draws stay on the device too. The next step takes them from there, so that
 the host may launch it before it has read them.
@@ -12,16 +13,13 @@ the host may launch it before it has read them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.common import SIZES
 from kernels.paged_decode import rows_per_item, split_bounds, split_scratch
-from kernels.paged_prefill import LEAST_SPLIT, prefill_items, tokens_per_item
-from kernels.quantised import ROWS
+from kernels.paged_prefill import LEAST_SPLIT, tokens_per_item
 from nanorchestra.engine.paged_attention import PagedAttention
 from nanorchestra.engine.runner import Launched, Runner, kv_shape, page_bytes
 from nanorchestra.engine.sampler import draw_tokens
@@ -33,8 +31,7 @@ from nanorchestra.engine.step_inputs import (
     StepInputs,
     copy_inputs,
     empty_inputs,
-    first_decodes,
-    inputs_to_device,
+    first_tokens,
     make_inputs,
 )
 from nanorchestra.engine.transfers import to_device
@@ -59,8 +56,6 @@ class GpuRunner(Runner):
     """
 
     overlaps = True
-    # At 8B so many take the GPU less time than the host takes to launch the step (docs/kernels.md).
-    mixed_prefill = 384
 
     def __init__(
         self,
@@ -79,7 +74,7 @@ class GpuRunner(Runner):
             require(value in SIZES, f"engine: {name} is {value}; {right}")
 
         self.model, self.device, self.on_gpu = model, weight.device, weight.is_cuda
-        self.max_batch_tokens, self.max_running = max_batch_tokens, max_running
+        self.max_running = max_running
         heads, head_dim = config.num_attention_heads, config.head_dim
         group = heads // config.num_key_value_heads
         self._paging = paging = Paging(
@@ -93,12 +88,13 @@ class GpuRunner(Runner):
         split_tokens = min(SPLIT_TOKENS, max_batch_tokens)
         uses = (max_running, paging.decode_bounds), (split_tokens, paging.prefill_bounds)
         self._scratches = split_scratch(uses, heads, head_dim, self.device)
-        most_items = max_running * (len(paging.decode_bounds) - 1)
-        self._inputs = empty_inputs(
-            max_running, max_running, most_items, 0, self._paging.table_width, self.device
-        )
+        self._inputs = empty_inputs(max_batch_tokens, max_running, paging, self.device)
+        sizes = [(rows, False) for rows in decode_sizes(max_running)]
+        sizes += [(tokens, True) for tokens in token_sizes(max_batch_tokens)]
+        # What a step of each size reads, by (tokens, whether there are chunks).
+        self._steps = {size: first_tokens(self._inputs, *size) for size in sizes}
         self.logits = torch.zeros(max_running, config.vocab_size, device=self.device)  # fp32
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by number of rows
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by the size of the step
         self._stream: torch.cuda.Stream | None = None  # of the last launch
 
         self.kv_cache = self._zero_pages(1)
@@ -110,7 +106,7 @@ class GpuRunner(Runner):
         self.kv_cache = self._zero_pages(num_pages)
         if self.on_gpu:
             self.capture()
-            self.warm_up()  # torch.cuda.graph() has given back the memory that torch kept
+            self._draw_all_kinds()  # torch.cuda.graph() has given back the memory that torch kept
 
     def _zero_pages(self, count) -> Tensor:
         dtype = self.model.embed_tokens.weight.dtype
@@ -120,39 +116,22 @@ class GpuRunner(Runner):
     # Before the first request.
 
     def warm_up(self) -> None:
-        """Runs steps and draws of all kinds, on page 0, of which nothing is kept.
+        """Runs steps of all sizes and draws of all kinds, of which nothing is kept.
 
         This compiles the kernels and copies the rotary frequencies to the device, which a capture
         may not. torch then keeps the memory that such steps take. Captures are in inference mode
         as these are (`_forward`): with gradients, model/ops.py takes other operations.
         """
-        for rows in graph_sizes(self.max_running):
-            self._forward(first_decodes(self._inputs, rows))
-        longest = self._paging.table_width * self.page_size
-        # quantised.py has other tiles on both sides of 8 and 16 rows; above ROWS torch multiplies.
-        for tokens in (self.max_batch_tokens, ROWS + 1, ROWS, 17, 16, 9, 8, 1):
-            counts, left = [], min(tokens, self.max_batch_tokens)
-            while left and len(counts) < self.max_running:
-                counts.append(min(left, longest))
-                left -= counts[-1]
-            self._forward(self._prefill_without_effect(counts))
+        for inputs in self._steps.values():
+            self._forward(inputs)
+        self._draw_all_kinds()
+
+    def _draw_all_kinds(self) -> None:
         every = {"temperature": 0.5, "top_logprobs": 1}
         kinds = SamplingParams(), SamplingParams(top_k=20, **every), SamplingParams(top_p=0.9)
         params = [kinds[row % len(kinds)] for row in range(self.max_running)]
         masks = [np.ones(self.num_drawable, bool)] + [None] * (self.max_running - 1)
         draw_tokens(self.logits, self.num_drawable, params, range(self.max_running), masks)
-
-    def _prefill_without_effect(self, counts) -> StepInputs:
-        chunks, width = len(counts), self._paging.table_width
-        inputs = empty_inputs(sum(counts), 0, 0, chunks, width, self.device)
-        bounds, most = self._paging.prefill_bounds, self._paging.tokens_per_item
-        items = prefill_items([0] * chunks, counts, bounds, most, inputs.whole_items)
-        return replace(
-            inputs,
-            prefill_items=to_device(items, self.device),
-            num_prefill_items=to_device(np.array([len(items)], np.int32), self.device),
-            prefill_lens=inputs.prefill_lens + 1,
-        )
 
     def capture(self) -> None:
         """Captures a graph of each size, the largest first: the others then use its memory.
@@ -160,15 +139,15 @@ class GpuRunner(Runner):
         They share one pool, so they must replay on one stream, one after the other.
         """
         stream, pool = torch.cuda.Stream() if self.on_gpu else None, None
-        for rows in reversed(graph_sizes(self.max_running)):
-            self.graphs[rows] = self._captured(rows, stream, pool)
-            pool = self.graphs[rows].pool()
+        for size in sorted(self._steps, reverse=True):
+            self.graphs[size] = self._captured(self._steps[size], stream, pool)
+            pool = self.graphs[size].pool()
 
-    def _captured(self, rows, stream, pool) -> torch.cuda.CUDAGraph:
+    def _captured(self, inputs, stream, pool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # thread_local: what another thread calls, a trainer's, does not break the capture
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._forward(first_decodes(self._inputs, rows))
+            self._forward(inputs)
         return graph
 
     # A step.
@@ -181,33 +160,32 @@ class GpuRunner(Runner):
         """
         if self.on_gpu:
             self._stream = torch.cuda.current_stream()
-        graph_size = self._graph_size(batch)
-        rows = graph_size or len(batch.decodes)
-        unread = 0 if previous is None else 1  # ids of each decode
-        decodes, arrays = make_inputs(batch.decodes, batch.prefills, rows, unread, self._paging)
-        if graph_size:
-            inputs = first_decodes(self._inputs, graph_size)
-            copy_inputs(arrays, inputs)
-        else:
-            inputs = inputs_to_device(arrays, self.device)
-        if previous is not None:
-            row_of = {request: row for row, request in enumerate(previous.requests)}
-            rows_before = np.array([row_of[request] for request in decodes])
-            rows_before = to_device(rows_before, self.device)
+        size = self._size(batch)
+        inputs = self._steps[size]
+        row_of = {} if previous is None else {r: row for row, r in enumerate(previous.requests)}
+        tokens, rows = len(inputs.tokens), len(inputs.decode_lens)
+        decodes, arrays = make_inputs(
+            batch.decodes, batch.prefills, tokens, rows, row_of, self._paging
+        )
+        copy_inputs(arrays, inputs)
+        # Rows, and those of the step before, whose newest id is on the device alone.
+        unread = [(row, row_of[r]) for row, r in enumerate(decodes) if r in row_of]
+        if unread:
+            rows_now, rows_before = to_device(np.array(unread).T.copy(), self.device)
             newest = previous.draws.tokens.index_select(0, rows_before)
-            inputs.tokens[: len(decodes)].copy_(newest)
-        if graph_size:
-            self.graphs[graph_size].replay()
+            inputs.tokens.index_copy_(0, rows_now, newest.int())
+        if size in self.graphs:
+            self.graphs[size].replay()
         else:
             self._forward(inputs)
         requests: list[Request] = decodes + batch.ended_prefills
         return Launched(batch, requests, self.logits[: len(requests)])
 
-    def _graph_size(self, batch) -> int | None:
-        """Returns the size of the smallest graph for the batch, None if it is run eagerly."""
-        if batch.prefills:
-            return None
-        return min((size for size in self.graphs if size >= len(batch.decodes)), default=None)
+    def _size(self, batch) -> tuple[int, bool]:
+        """Returns the smallest size of a step that holds the batch."""
+        has_chunks = bool(batch.prefills)
+        tokens = len(batch.decodes) + batch.prefill_tokens
+        return min(size for size in self._steps if size[0] >= tokens and size[1] == has_chunks)
 
     def wait(self) -> None:
         """Waits for everything that was launched."""
@@ -225,10 +203,9 @@ class GpuRunner(Runner):
         k_cache, v_cache = self.kv_cache
         attention = PagedAttention(k_cache, v_cache, inputs, *self._scratches)
         hidden = self.model(inputs.tokens, inputs.positions, attention)
-        if inputs.num_chunks:
+        if inputs.has_chunks:
             hidden = hidden.index_select(0, inputs.last_tokens)
-        if len(hidden):
-            self.model.wide_logits(hidden, out=self.logits[: len(hidden)])
+        self.model.wide_logits(hidden, out=self.logits[: len(hidden)])
 
 
 def pages_that_fit(
@@ -237,17 +214,32 @@ def pages_that_fit(
     """Returns how many KV pages fit: MEMORY_SHARE of the free memory, over the bytes of a page.
 
     Call it after `warm_up`: torch then holds the memory of weights, inputs, logits, scratch and of
-    what a step allocates, so none of it is free. The rest of the share is for the graphs, which
-    hold the intermediate results of one decode step, and for the fragments of torch's memory.
+    what a step allocates, so none of it is free. The graphs take the memory of the largest step,
+    which torch then gives back. The rest of the share is for what a graph has of its own, and for
+    the fragments of torch's memory.
     """
     available = MEMORY_SHARE * free_memory(device)
     return max(1, int(available / page_bytes(config, page_size, dtype)))
 
 
-def graph_sizes(max_running: int) -> list[int]:
-    """Returns the batch sizes that have a graph: 1, 2, 4, 8, multiples of 16, and max_running."""
+def decode_sizes(max_running: int) -> list[int]:
+    """Returns the numbers of rows that have a graph: 1, 2, 4, 8, multiples of 16, max_running."""
     sizes = [1, 2, 4, 8, *range(16, max_running + 1, 16)]
     return sorted({*(size for size in sizes if size < max_running), max_running})
+
+
+def token_sizes(max_batch_tokens: int) -> list[int]:
+    """Returns the numbers of tokens that have a graph with prefill, up to max_batch_tokens.
+
+    They are multiples of 16 up to 64, and from each power of two to the next four steps: padding is
+    a quarter of the tokens at most. A step of up to 64 tokens of an 8B model reads weights for most
+    of its time, and padding costs nothing.
+    """
+    sizes = [16]
+    while sizes[-1] < max_batch_tokens:
+        power_of_two = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + max(16, power_of_two // 4))
+    return [size for size in sizes if size < max_batch_tokens] + [max_batch_tokens]
 
 
 def free_memory(device: torch.device) -> int:

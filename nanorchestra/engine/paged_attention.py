@@ -57,20 +57,19 @@ class PagedAttention:
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Returns attention of q [T, H, D] over one layer's pages [pages, Hkv, page_size, D]."""
         out = torch.empty_like(q)
-        inputs, decodes = self.inputs, self.inputs.num_decodes
-        if decodes:
-            decode_attention(
-                q[:decodes],
-                k_cache,
-                v_cache,
-                inputs.decode_tables,
-                inputs.context_lens,
-                inputs.decode_items,
-                inputs.num_decode_items,
-                self.decode_scratch,
-                out[:decodes],
-            )
-        if inputs.num_chunks:
+        inputs, rows = self.inputs, len(self.inputs.decode_lens)
+        decode_attention(
+            q[:rows],
+            k_cache,
+            v_cache,
+            inputs.decode_tables,
+            inputs.decode_lens,
+            inputs.decode_items,
+            inputs.num_decode_items,
+            self.decode_scratch,
+            out[:rows],
+        )
+        if inputs.has_chunks:
             prefill_attention(
                 q,
                 k_cache,

@@ -39,12 +39,9 @@ class Runner:
     `launch(k)`, if the runner `overlaps`. They must be accepted before `draw(k)`: masks of guides
     follow from them, and the noise from the length of the sequence. `launch(k + 1)` comes after
     `draw(k)`.
-
-    mixed_prefill: tokens of prefill at most in a step that also decodes; None: no bound.
     """
 
     overlaps = False
-    mixed_prefill: int | None = None
     kv_cache: Tensor
 
     def __init__(self, num_drawable: int, page_size: int):
@@ -59,7 +56,8 @@ class Runner:
     def launch(self, batch: Batch, previous: Launched | None = None) -> Launched:
         """Starts a step; a GPU computes it later.
 
-        `previous`: the step before, if its tokens are unread. All requests of `batch` are in it.
+        `previous`: the step before, if its tokens are unread. Decodes of `batch` that are sampled
+        in it go on with these tokens.
         """
         raise NotImplementedError
 

@@ -72,71 +72,56 @@ class Scheduler:
     waiting request holds no pages but those of a parked session.
 
     max_running: requests that run at a time, no more than max_batch_tokens.
-    mixed_prefill: tokens of prefill at most in a step that also decodes, so that no running request
-    waits for long. None: max_batch_tokens alone bounds them.
     """
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        max_batch_tokens: int,
-        max_running: int,
-        mixed_prefill: int | None = None,
-    ):
+    def __init__(self, blocks: BlockManager, max_batch_tokens: int, max_running: int):
         self.blocks = blocks
         self.max_batch_tokens = max_batch_tokens
         self.max_running = max_running
-        self.mixed_prefill = mixed_prefill
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.parked: set[Sequence] = set()
         self.preemptions = 0
-        # The first in the queue lacked rows or pages, and since then no request was queued and no
-        # page released. Then `schedule_ahead` need not wait for it.
-        self._queue_is_stuck = False
 
     def add(self, request: Request) -> None:
         """Queues a request: those that resume a session first, then in order of arrival."""
         if request.sequence.arrival < 0:
             request.sequence.arrival = request.id
         bisect.insort(self.waiting, request, key=_admission_order)
-        self._queue_is_stuck = False
 
     def schedule(self) -> Batch:
         """Returns the next step and takes its pages. Nothing counts as computed before `commit`."""
         batch = Batch()
         self._schedule_decodes(batch)
-        budget = self.max_batch_tokens - len(batch.decodes)
-        if batch.decodes and self.mixed_prefill:
-            budget = min(budget, self.mixed_prefill)
-        for request in self.running:
-            if not request.is_decoding and budget > 0:
-                budget -= self._add_chunk(batch, request, budget)
-        self._admit_waiting(batch, budget)
+        self._schedule_prefills(batch)
         return batch
 
-    def schedule_ahead(self, batch: Batch) -> Batch | None:
-        """Returns the step after `batch` while that is computed and its tokens are unknown.
+    def schedule_ahead(self) -> Batch | None:
+        """Returns the step after one that has been committed, and whose tokens are unknown.
 
-        Such a step only decodes. It is None, and the tokens must be read first, if prefill is to be
-        done, if a request could be admitted, or if the pages do not suffice. A request may have
-        ended with the token that is not known yet; its row in the next step is then ignored.
+        It has the chunks and admissions that `schedule` would give. A request may have ended with
+        the token that is not known yet; its row is then ignored. None if the pages do not suffice
+        for all decodes: a preemption needs the tokens, which must be read first.
         """
-        sampled = batch.sampled
-        going_on = [r for r in sampled if len(r.ids) + 1 < r.limit]  # the unknown token counted
-        still_in_prefill = len(self.running) - len(sampled)  # all that are sampled are running
-        could_admit = self.waiting and not self._queue_is_stuck
-        if not going_on or still_in_prefill or could_admit:
-            return None
-        missing = sum(self.blocks.missing(r.sequence, len(r.ids) + 1) for r in going_on)
+        lengths = {}  # of the requests that decode, the unknown token counted
+        for request in self.running:
+            length = len(request.ids) + (request.uncomputed == 0)
+            if request.uncomputed == 1 or (request.uncomputed == 0 and length < request.limit):
+                lengths[request] = length
+        missing = sum(self.blocks.missing(r.sequence, length) for r, length in lengths.items())
         if missing > self.blocks.available:
             return None
-        for request in going_on:
-            self.blocks.grow(request.sequence, len(request.ids) + 1)
-        return Batch(decodes=going_on)
+        for request, length in lengths.items():
+            self.blocks.grow(request.sequence, length)
+        batch = Batch(decodes=list(lengths))
+        self._schedule_prefills(batch)
+        return batch
 
     def commit(self, batch: Batch) -> None:
-        """Records that the step has been computed. Call it before its tokens are accepted."""
+        """Records that the step has been computed, or is in front of all later ones on the device.
+
+        Call it before its tokens are accepted.
+        """
         for request in batch.decodes:
             self.blocks.commit(request.sequence, len(request.ids))
         for chunk in batch.prefills:
@@ -150,7 +135,6 @@ class Scheduler:
         """Takes the pages of a sequence that none samples on, or of a session: they become idle."""
         self.parked.discard(sequence)
         self.blocks.release(sequence)
-        self._queue_is_stuck = False
 
     def reset(self) -> None:
         """Empties the cache: running requests and sessions will compute their KV anew."""
@@ -198,6 +182,16 @@ class Scheduler:
         self.free(sequence)
         return True
 
+    # Prefill and admission.
+
+    def _schedule_prefills(self, batch):
+        """Adds chunks of running requests, then of waiting ones, up to max_batch_tokens."""
+        budget = self.max_batch_tokens - len(batch.decodes)
+        for request in self.running:
+            if request.uncomputed > 1 and budget > 0:
+                budget -= self._add_chunk(batch, request, budget)
+        self._admit_waiting(batch, budget)
+
     def _add_chunk(self, batch, request, budget) -> int:
         """Adds the next chunk of a prefill, and returns how many tokens it has."""
         start = request.sequence.num_computed
@@ -205,8 +199,6 @@ class Scheduler:
         is_last = (start + count) == len(request.ids)
         batch.prefills.append(Chunk(request, start, start + count, is_last))
         return count
-
-    # Admission.
 
     def _admit_waiting(self, batch, budget):
         """Admits requests in order, until one has to wait for rows, tokens or pages.
@@ -217,11 +209,10 @@ class Scheduler:
             return
         coming_pages = set()  # keys of the full pages that running prefills write next
         for request in self.running:
-            if not request.is_decoding:
+            if request.uncomputed > 1:
                 coming_pages.add(self.blocks.next_key(request.sequence, len(request.ids)))
         for request in list(self.waiting):
             if len(self.running) >= self.max_running:
-                self._queue_is_stuck = True
                 return
             if budget <= 0:
                 return
@@ -234,7 +225,6 @@ class Scheduler:
                     self.blocks.release(sequence)
                     continue
                 if not self._take_pages(request):
-                    self._queue_is_stuck = True
                     return
             except Exception as error:  # a fault of one request's must not stop the others
                 batch.failed[request] = error
@@ -297,7 +287,6 @@ class Scheduler:
         """
         if keep_pages:
             self.parked.add(request.sequence)
-            self._queue_is_stuck = False
         else:
             self.free(request.sequence)
         for queue in (self.running, self.waiting):

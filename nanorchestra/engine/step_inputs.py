@@ -1,7 +1,8 @@
-"""The inputs of a step on a GPU, as the host makes them: decodes first, then chunks of prefill."""
+"""The inputs of a step on a GPU, as the host makes them: decodes, chunks of prefill, padding."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from kernels.paged_decode import SharedPrefix, decode_items
 from kernels.paged_prefill import prefill_items
 from nanorchestra.engine.scheduler import Chunk
 from nanorchestra.engine.sequence import Request
-from nanorchestra.engine.transfers import staged, to_device
+from nanorchestra.engine.transfers import staged
 
 SPLIT_TOKENS = (
     512  # a step with more tokens fills a GPU with whole items (kernels/paged_prefill.py)
@@ -26,7 +27,9 @@ SAME_GROUP = 3 / 4
 class StepInputs:
     """What a step on a GPU reads: arrays of the host, or tensors of the device, all int32.
 
-    The newest token of each sequence that decodes comes first, then chunks of prompts.
+    The newest token of each sequence that decodes comes first, then chunks of prompts, then
+    padding, which has no effect: it is stored nowhere and sees no keys. A step of T tokens has R
+    rows that may decode, and as many that may be sampled: T, or the requests that run at most.
     """
 
     # Of every token.
@@ -34,27 +37,21 @@ class StepInputs:
     positions: np.ndarray | Tensor  # [T]
     slots: np.ndarray | Tensor  # [T]: page * page_size + offset of its key and value; -1: nowhere
     # Of decodes (kernels/paged_decode.py).
-    context_lens: np.ndarray | Tensor  # [decodes]: keys, that of the newest token included
-    decode_tables: np.ndarray | Tensor  # [decodes, width]: the pages of each
+    decode_lens: np.ndarray | Tensor  # [R]: keys, that of the newest token included
+    decode_tables: np.ndarray | Tensor  # [R, width]: the pages of each
     decode_items: np.ndarray | Tensor  # [items, 3]
     num_decode_items: np.ndarray | Tensor  # [1]
-    # Of chunks (kernels/paged_prefill.py).
-    prefill_lens: np.ndarray | Tensor  # [T]: keys that a token of a chunk sees; of decodes 0
+    # Of chunks (kernels/paged_prefill.py). A step without any has no such rows and items.
+    prefill_lens: np.ndarray | Tensor  # [T]: keys that a token of a chunk sees
     prefill_tables: np.ndarray | Tensor  # [chunks, width]: the pages of each
     prefill_items: np.ndarray | Tensor  # [items, 4]
     num_prefill_items: np.ndarray | Tensor  # [1]
-    # Of a step with chunks, each row that is sampled: the index of its last token.
-    last_tokens: np.ndarray | Tensor  # [sampled]
+    last_tokens: np.ndarray | Tensor  # [R]: the last token of each row that is sampled
 
     @property
-    def num_decodes(self) -> int:
-        """Returns how many of the tokens, the first ones, are decodes."""
-        return len(self.context_lens)
-
-    @property
-    def num_chunks(self) -> int:
-        """Returns the number of chunks."""
-        return len(self.prefill_tables)
+    def has_chunks(self) -> bool:
+        """True if there may be chunks; without, the tokens are the rows that are sampled."""
+        return len(self.prefill_tables) > 0
 
     @property
     def whole_items(self) -> bool:
@@ -79,22 +76,26 @@ class Paging:
 
 
 def make_inputs(
-    decodes: list[Request], chunks: list[Chunk], rows: int, unread: int, paging: Paging
+    decodes: list[Request],
+    chunks: list[Chunk],
+    tokens: int,
+    rows: int,
+    unread: Collection[Request],
+    paging: Paging,
 ) -> tuple[list[Request], StepInputs]:
     """Returns the decodes in the order of their rows, and the inputs of a step on the host.
 
-    rows: of decodes, with padding, which has no effect: its slots are -1, and it sees no keys.
-    unread: the ids of each decode that the device has drawn and the host has not read, 0 or 1. The
-    `tokens` of decodes are then to be overwritten.
+    tokens, rows: T and R of the step, with padding. unread: requests with an id that the device has
+    drawn and the host has not read. The `tokens` of these decodes are then to be overwritten.
 
     Decodes whose block tables begin alike become neighbours, so that these keys are read once. The
     order is found anew in each step: 0.06 ms for 32 rows and 0.15 ms for 128 (one core), while the
     GPU computes the step before.
     """
     decodes, tables, shared_prefixes = _in_groups(decodes, paging.page_size)
-    inputs = _decode_inputs(decodes, tables, shared_prefixes, rows, unread, paging)
+    inputs = _decode_inputs(decodes, tables, shared_prefixes, tokens, rows, unread, paging)
     if chunks:
-        inputs = _with_chunks(inputs, chunks, paging)
+        inputs = _with_chunks(inputs, len(decodes), chunks, paging)
     return decodes, inputs
 
 
@@ -114,64 +115,72 @@ def _in_groups(decodes, page_size) -> tuple[list[Request], np.ndarray, list[Shar
     return [decodes[index] for index in order], tables[order], shared_prefixes
 
 
-def _decode_inputs(decodes, tables, shared_prefixes, rows, unread, paging) -> StepInputs:
+def _decode_inputs(decodes, tables, shared_prefixes, tokens, rows, unread, paging) -> StepInputs:
     """Returns the inputs of a step that only decodes: the newest token of each, and padding."""
-    tokens = [request.ids[-1] for request in decodes]
-    positions = [len(request.ids) - 1 + unread for request in decodes]
+    positions = [len(request.ids) - 1 + (request in unread) for request in decodes]
     slots = []
     for request, position in zip(decodes, positions, strict=True):
         slots.append(paging.slot(request.sequence.block_table, position))
-    context_lens = [position + 1 for position in positions]
-    items = decode_items(context_lens, shared_prefixes, paging.decode_bounds, paging.rows_per_item)
-    decode_tables = np.zeros((rows, paging.table_width), np.int32)
-    decode_tables[: len(decodes), : tables.shape[1]] = tables
-    padding = rows - len(decodes)
+    lens = [position + 1 for position in positions]
+    items = decode_items(lens, shared_prefixes, paging.decode_bounds, paging.rows_per_item)
+    decode_tables = np.zeros((len(decodes), paging.table_width), np.int32)
+    decode_tables[:, : tables.shape[1]] = tables
     return StepInputs(
-        tokens=np.array(tokens + padding * [0], np.int32),
-        positions=np.array(positions + padding * [0], np.int32),
-        slots=np.array(slots + padding * [-1], np.int32),
-        context_lens=np.array(context_lens + padding * [0], np.int32),
+        tokens=_padded([request.ids[-1] for request in decodes], tokens),
+        positions=_padded(positions, tokens),
+        slots=_padded(slots, tokens, -1),
+        decode_lens=_padded(lens, rows),
         decode_tables=decode_tables,
         decode_items=items,
         num_decode_items=np.array([len(items)], np.int32),
-        prefill_lens=np.zeros(rows, np.int32),
+        # A graph without chunks does not read these.
+        prefill_lens=_padded([], 0),
         prefill_tables=np.zeros((0, paging.table_width), np.int32),
         prefill_items=np.zeros((0, 4), np.int32),
-        num_prefill_items=np.zeros(1, np.int32),
-        last_tokens=np.zeros(0, np.int32),
+        num_prefill_items=_padded([], 0),
+        last_tokens=_padded([], 0),
     )
 
 
-def _with_chunks(inputs, chunks, paging) -> StepInputs:
-    """Returns the inputs of a step of these decodes, without padding, and then the chunks."""
-    tokens, positions, slots = [], [], []
-    last_tokens = list(range(inputs.num_decodes))
+def _with_chunks(inputs, num_decodes, chunks, paging) -> StepInputs:
+    """Returns the inputs of a step of these decodes, which come first, and the chunks."""
+    prefill_lens = _padded([], len(inputs.tokens))
+    last_tokens = list(range(num_decodes))
+    first = num_decodes
     for chunk in chunks:
         block_table = chunk.request.sequence.block_table
-        tokens += chunk.request.ids[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-        slots += [paging.slot(block_table, position) for position in range(chunk.start, chunk.end)]
+        positions = range(chunk.start, chunk.end)
+        here = slice(first, first + chunk.count)
+        inputs.tokens[here] = chunk.request.ids[chunk.start : chunk.end]
+        inputs.positions[here] = positions
+        inputs.slots[here] = [paging.slot(block_table, position) for position in positions]
+        prefill_lens[here] = range(chunk.start + 1, chunk.end + 1)
+        first += chunk.count
         if chunk.is_last:
-            last_tokens.append(inputs.num_decodes + len(tokens) - 1)
-    with_chunks = replace(
-        inputs,
-        tokens=np.append(inputs.tokens, np.array(tokens, np.int32)),
-        positions=np.append(inputs.positions, np.array(positions, np.int32)),
-        slots=np.append(inputs.slots, np.array(slots, np.int32)),
-        prefill_lens=np.append(inputs.prefill_lens, np.array(positions, np.int32) + 1),
-        prefill_tables=_block_tables([chunk.request for chunk in chunks], paging.table_width),
-        last_tokens=np.array(last_tokens, np.int32),
-    )
+            last_tokens.append(first - 1)
     items = prefill_items(
         [chunk.start for chunk in chunks],
         [chunk.count for chunk in chunks],
         paging.prefill_bounds,
         paging.tokens_per_item,
-        with_chunks.whole_items,
-        first_row=inputs.num_decodes,
+        inputs.whole_items,
+        first_row=num_decodes,
     )
-    num_items = np.array([len(items)], np.int32)
-    return replace(with_chunks, prefill_items=items, num_prefill_items=num_items)
+    return replace(
+        inputs,
+        prefill_lens=prefill_lens,
+        prefill_tables=_block_tables([chunk.request for chunk in chunks], paging.table_width),
+        prefill_items=items,
+        num_prefill_items=np.array([len(items)], np.int32),
+        last_tokens=_padded(last_tokens, len(inputs.decode_lens)),
+    )
+
+
+def _padded(values, length, padding=0) -> np.ndarray:
+    """Returns int32 [length]: the values, and padding behind them."""
+    array = np.full(length, padding, np.int32)
+    array[: len(values)] = values
+    return array
 
 
 def _block_tables(requests, width) -> np.ndarray:
@@ -224,57 +233,49 @@ def _shared_with_next(tables, full_pages) -> list[int]:
 # Tensors of the device.
 
 
-def empty_inputs(
-    tokens: int, decodes: int, items: int, chunks: int, width: int, device: torch.device
-) -> StepInputs:
-    """Returns tensors of a step without effect: nothing is stored, decodes see no keys.
-
-    items: room for the work list of decodes. Each chunk is sampled.
-    """
+def empty_inputs(tokens: int, rows: int, paging: Paging, device: torch.device) -> StepInputs:
+    """Returns tensors that hold any step of so many tokens and rows, now without effect."""
 
     def zeros(*shape) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
+    decode_splits, prefill_splits = len(paging.decode_bounds) - 1, len(paging.prefill_bounds) - 1
+    # Each chunk, one of a row, has an item that is not full.
+    split_items = (SPLIT_TOKENS // paging.tokens_per_item + rows) * prefill_splits
+    whole_items = tokens // paging.tokens_per_item + rows
     return StepInputs(
         tokens=zeros(tokens),
         positions=zeros(tokens),
         slots=zeros(tokens) - 1,
-        context_lens=zeros(decodes),
-        decode_tables=zeros(decodes, width),
-        decode_items=zeros(items, 3),
+        decode_lens=zeros(rows),
+        decode_tables=zeros(rows, paging.table_width),
+        decode_items=zeros(rows * decode_splits, 3),
         num_decode_items=zeros(1),
         prefill_lens=zeros(tokens),
-        prefill_tables=zeros(chunks, width),
-        prefill_items=zeros(0, 4),
+        prefill_tables=zeros(rows, paging.table_width),
+        prefill_items=zeros(max(split_items, whole_items), 4),
         num_prefill_items=zeros(1),
-        last_tokens=zeros(chunks),
+        last_tokens=zeros(rows),
     )
 
 
-def first_decodes(inputs: StepInputs, rows: int) -> StepInputs:
-    """Returns the part of the tensors that a step of so many decodes, and no chunk, reads."""
-    return StepInputs(
-        tokens=inputs.tokens[:rows],
-        positions=inputs.positions[:rows],
-        slots=inputs.slots[:rows],
-        context_lens=inputs.context_lens[:rows],
-        decode_tables=inputs.decode_tables[:rows],
-        decode_items=inputs.decode_items,
-        num_decode_items=inputs.num_decode_items,
-        prefill_lens=inputs.prefill_lens[:rows],
-        prefill_tables=inputs.prefill_tables[:0],
-        prefill_items=inputs.prefill_items[:0],
-        num_prefill_items=inputs.num_prefill_items,
-        last_tokens=inputs.last_tokens[:0],
+def first_tokens(inputs: StepInputs, tokens: int, has_chunks: bool) -> StepInputs:
+    """Returns the part of the tensors that a step of so many tokens reads."""
+    return replace(
+        inputs,
+        tokens=inputs.tokens[:tokens],
+        positions=inputs.positions[:tokens],
+        slots=inputs.slots[:tokens],
+        decode_lens=inputs.decode_lens[:tokens],
+        decode_tables=inputs.decode_tables[:tokens],
+        prefill_lens=inputs.prefill_lens[:tokens],
+        prefill_tables=inputs.prefill_tables if has_chunks else inputs.prefill_tables[:0],
+        last_tokens=inputs.last_tokens[:tokens],
     )
-
-
-def inputs_to_device(inputs: StepInputs, device: torch.device) -> StepInputs:
-    """Returns the arrays of a step as tensors on the device, which a GPU fills later."""
-    return StepInputs(*[to_device(array, device) for array in vars(inputs).values()])
 
 
 def copy_inputs(inputs: StepInputs, target: StepInputs) -> None:
     """Copies the arrays of a step to the beginning of these tensors; a GPU does it later."""
     for array, tensor in zip(vars(inputs).values(), vars(target).values(), strict=True):
-        tensor[: len(array)].copy_(staged(array, tensor.device), non_blocking=True)
+        if len(array):
+            tensor[: len(array)].copy_(staged(array, tensor.device), non_blocking=True)

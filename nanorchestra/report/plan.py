@@ -103,15 +103,15 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     attempts = -(-grpo.prompts // setup.gpus) * grpo.group_size
     engine = 2 * total
     gate_up = 2 * hidden * setup.model.intermediate_size
-    widened = 0.0, 0.0
+    widened = 0.0
     if setup.in_4_bits:
         gathered = 0.0  # one process
         engine = 2 * setup.spread
-        widened = WIDENED * gate_up, WIDENED * gate_up
+        widened = WIDENED * gate_up
     if rollout.weights == "int8":
         head = 0 if setup.model.tie_word_embeddings else costs.logit_flops // 2
         engine -= setup.in_layers + head  # a byte of a number less
-        widened = 2 * (max(gate_up, head) if attempts > ROWS else gate_up), 0
+        widened = 2 * (max(gate_up, head) if attempts > ROWS else gate_up)
     kept = layers * costs.activations
     if config.parallel.activation_checkpointing:
         kept = layers * hidden + costs.activations
@@ -124,6 +124,9 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     pages_of_attempt = -(-rollout.context_tokens // rollout.page_size)
     pages = rollout.pages or attempts * pages_of_attempt + SPARE_PAGES
     kv = pages * rollout.page_size * costs.kv_bytes
+    # Of the largest captured step: the output of a layer and the residual, gate, up, their product.
+    of_token = 2 * hidden + 3 * setup.model.intermediate_size
+    graphs = 2 * rollout.max_batch_tokens * of_token
     parts = {
         "weights": (weights, weights),
         "moments": (8 * trained * share,) * 2,
@@ -131,8 +134,9 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
         "gradients": (0, 4 * trained * share),
         "gathered layers": (0, gathered),
         "activations": (0, activations),
-        "widened matrix": widened,
+        "widened matrix": (widened, widened),
         "engine's copy": (engine, engine),
+        "engine's graphs": (graphs, graphs),
         "KV pages": (kv, kv),
     }
     both = (LIBRARIES + FRAGMENTS * sum(column) for column in zip(*parts.values(), strict=True))

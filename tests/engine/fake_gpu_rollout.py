@@ -24,7 +24,6 @@ from benchmarks.gpu_parts.compile import Driver
 from nanorchestra.engine import gpu_runner
 from nanorchestra.engine.engine import Engine, SamplingParams
 from nanorchestra.engine.guide import Guide
-from nanorchestra.engine.step_inputs import first_decodes
 from nanorchestra.model import ops, quantise
 from nanorchestra.model.qwen3 import ModelConfig, Qwen3
 
@@ -44,10 +43,10 @@ class FakeGraph:
 
     operations: ClassVar[set[str]] = set()  # of torch, beside the kernels, in what is captured
 
-    def __init__(self, runner, rows, stream, pool):
+    def __init__(self, runner, inputs, stream, pool):
         COUNTS["captures"] += 1
         with Record(self.operations):
-            runner._forward(first_decodes(runner._inputs, rows))
+            runner._forward(inputs)
 
     def pool(self):
         """Nothing: it has no memory."""
@@ -147,6 +146,8 @@ def unwatched_inputs(*arguments):
 
 
 def watched_launch(batch, previous=None):
+    COUNTS["launches"] += 1
+    COUNTS["mixed"] += bool(batch.decodes and batch.prefills)
     COUNTS["ahead"] += previous is not None
     with Watch():
         return launch(batch, previous)
@@ -179,6 +180,8 @@ print(
     json.dumps(
         {
             "steps": serving.stats["steps"],
+            "launches": COUNTS["launches"],
+            "mixed": COUNTS["mixed"],
             "ahead": COUNTS["ahead"],
             "replays": COUNTS["replays"],
             "captures": COUNTS["captures"] - captures,

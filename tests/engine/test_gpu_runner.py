@@ -15,8 +15,7 @@ from test_look_ahead import EvenAfterThirds
 
 from kernels.quantised import ROWS
 from nanorchestra.engine.engine import Engine, SamplingParams
-from nanorchestra.engine.gpu_runner import GpuRunner
-from nanorchestra.engine.step_inputs import first_decodes
+from nanorchestra.engine.gpu_runner import GpuRunner, token_sizes
 from nanorchestra.errors import UserError
 from nanorchestra.model import ops
 from nanorchestra.model.checkpoint import copy_weights, named_hf_tensors
@@ -28,7 +27,14 @@ UNTIED = ModelConfig(320, 128, 128, 1, 4, 2, head_dim=32)  # can be quantised
 
 # What torch computes in a captured step, beside the kernels. None of it waits or allocates memory
 # outside of the graph's pool.
-CAPTURED = {"embedding", "unbind", "flatten", "copy_", "new_zeros"}  # in place of new_empty
+CAPTURED = {
+    "embedding",
+    "index_select",
+    "unbind",
+    "flatten",
+    "copy_",
+    "new_zeros",
+}  # in place of new_empty
 CAPTURED |= {"to", "mul", "cos", "sin"}  # the rotation
 CAPTURED |= {"linear", "matmul", "numpy_T", "promote_types"}  # products
 
@@ -55,19 +61,19 @@ def engine(model, monkeypatch):
 
 @pytest.fixture
 def with_graphs(engine, monkeypatch):
-    """Makes engines whose decode-only steps replay graphs, which compute at their replay."""
+    """Makes engines whose steps replay graphs, which compute at their replay."""
     replays = []
 
     class Graph:
-        def __init__(self, runner, rows, stream, pool):
-            self.runner, self.rows = runner, rows
+        def __init__(self, runner, inputs, stream, pool):
+            self.runner, self.inputs = runner, inputs
 
         def pool(self):
             return None
 
         def replay(self):
-            replays.append(self.rows)
-            self.runner._forward(first_decodes(self.runner._inputs, self.rows))
+            replays.append((len(self.inputs.tokens), self.inputs.has_chunks))
+            self.runner._forward(self.inputs)
 
     def make(**settings) -> Engine:
         monkeypatch.setattr(GpuRunner, "_captured", lambda *arguments: Graph(*arguments))
@@ -110,7 +116,7 @@ def test_kernels_and_graphs_give_the_tokens_of_the_cpu(engine, with_graphs):
 
     serving = with_graphs()
     by_kernels = run(serving)
-    assert 8 in with_graphs.replays, "of seven rows"
+    assert {(8, False), (48, True)} <= set(with_graphs.replays), "of seven rows, and with chunks"
     written = serving.runner.kv_cache[0, 0].isfinite().flatten(1).any(1)
     assert written.sum() < 32 and written[: written.sum()].all(), "pages that were handed out"
     for a, b in zip(run(engine(kernels=False)), by_kernels, strict=True):
@@ -140,7 +146,7 @@ def test_draws_and_scores_are_from_fp32_logits(engine, monkeypatch, quantise, ro
     own.forward = lambda *_: hidden
     scored = "nanorchestra.engine.score.score_tokens"
     monkeypatch.setattr(scored, lambda logits, *_: seen.append(logits) or [0.0] * len(logits))
-    serving.runner._forward(first_decodes(serving.runner._inputs, rows))
+    serving.runner._forward(serving.runner._steps[rows, False])
     seen.append(serving.runner.logits)
     serving.score([[5] * rows])
     exact = hidden.double() @ weight.double().T
@@ -172,4 +178,14 @@ def test_after_the_start_nothing_is_captured_compiled_or_waited_for():
     assert seen["compiled"] == [] and seen["captures"] == 0
     assert set(seen["captured_operations"]) <= CAPTURED
     assert seen["waits"] == {}
-    assert seen["ahead"] > steps / 2 and seen["replays"] > steps / 2
+    assert seen["mixed"] > steps / 10
+    assert seen["ahead"] >= 0.95 * steps and seen["replays"] == seen["launches"]
+
+
+@pytest.mark.parametrize("most", [1, 16, 48, 100, 4096, 8192])
+def test_a_step_with_prefill_is_padded_by_a_quarter_at_most(most):
+    sizes = token_sizes(most)
+    assert sizes[-1] == most and sizes == sorted(set(sizes)) and len(sizes) <= 32
+    for tokens in range(1, most + 1):
+        size = min(size for size in sizes if size >= tokens)
+        assert size - tokens < max(16, tokens / 4)

@@ -8,7 +8,7 @@ from kernel_check import DEVICE
 
 from kernels.paged_decode import split_scratch
 from nanorchestra.engine.paged_attention import GatheredAttention, PagedAttention, PagedChunk
-from nanorchestra.engine.step_inputs import empty_inputs
+from nanorchestra.engine.step_inputs import Paging, empty_inputs
 from nanorchestra.model import ops
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.checkpoint import PRESETS
@@ -103,11 +103,8 @@ def caches(model: Qwen3) -> tuple[torch.Tensor, torch.Tensor]:
 def paged(model: Qwen3, count: int) -> PagedAttention:
     """A sequence of `count` tokens, whose prompt is prefilled in one step."""
     slots = [PAGES[position // 16] * 16 + position % 16 for position in range(count)]
-    step = empty_inputs(count, 0, 0, 1, len(PAGES), torch.device(DEVICE))
-    step = replace(
-        step,
-        slots=torch.tensor(slots, dtype=torch.int32, device=DEVICE),
-    )
+    step = empty_inputs(count, 1, Paging(16, len(PAGES), [0], 1, [0], 1), torch.device(DEVICE))
+    step = replace(step, slots=torch.tensor(slots, dtype=torch.int32, device=DEVICE))
     scratches = split_scratch([(0, [0]), (0, [0])], 1, 1, DEVICE)  # nothing attends
     return PagedAttention(*caches(model), step, *scratches)
 
