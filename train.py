@@ -323,7 +323,7 @@ def policy_update(
     micro_batches = trainer.micro_batches(groups)  # this rank's; every rank has equally many
     for batch in micro_batches:
         # [N] each, of the N ids in the loss; the KL from the reference is None without its term
-        kind = objective.kl if grpo.kl_coef else ""
+        kind = objective.kl if grpo.kl_coef else None
         trainer_logprobs, entropy, kl = trainer.logprobs(batch, temperature, kind)
         # The trainer's before this step: with one update, those of now.
         first_logprobs = batch.first_logprobs if grpo.mini_batch else trainer_logprobs.detach()

@@ -1,7 +1,7 @@
 """Measures one GRPO step here and in TRL's GRPOTrainer: same model, prompts, lengths, objective.
 
     python benchmarks/against_trl.py [--model nano] [--rounds 2] [--steps 4] [--json FILE]
-    python benchmarks/against_trl.py --model SmolLM2-135M-Instruct.Q4_1.gguf --prompts 4 --steps 2
+    python benchmarks/against_trl.py --model runs/smollm2-adopted --prompts 2 --rounds 1 --steps 2
 
 16 groups, or as many as --prompts says, of 8 completions of 64 ids on prompts of about 200, in
 float32. TRL lives in a virtual environment of its own, to which this environment's torch and
@@ -12,10 +12,10 @@ transformers are visible:
     runs/trl-venv/bin/pip install dill multiprocess xxhash psutil python-dateutil pytz tzdata
 
 The sides take turns, each in a process of its own that makes one step to warm up. Completions go to
-their full length on both sides. TRL updates in micro-batches of 8, 32 and 128 completions, and its
-fastest counts. Of our updates the table has the FLOPs, as `costs.model_flops` counts them, as a
-share of what a product of matrices does. On a shared machine compare the CPU seconds, with
---threads 1.
+their full length on both sides. TRL updates in micro-batches of 8, 32 and 128 completions, as far
+as they divide a step, and its fastest counts. The last line has the FLOPs of our updates, as
+`costs.model_flops` counts them, as a share of what a product of matrices does. On a shared machine
+compare the CPU seconds, with --threads 1.
 """
 
 from __future__ import annotations
@@ -108,10 +108,11 @@ def ours(options: argparse.Namespace) -> dict[str, float]:
     rows = len(prompts)
     pages = rows * (max(map(len, prompts)) + LENGTH) // 16 + 2 * rows
     engine = Engine(served, tokenizer, page_size=16, num_pages=pages, max_running=rows)
-    # as in configs/nano.toml
+    # no KL term and divided advantages, as on TRL's side
     trainer = Trainer(model, vocab_limit=tokenizer.vocab_size, token_budget=4096)
     engine.update_weights(named_hf_tensors(model))
-    clock, sampled, peak, shares = Clock(), 0, peak_flops(model.norm.device, model.norm.dtype), []
+    peak = peak_flops(model.norm.device, model.norm.dtype)
+    clock, sampled, shares = Clock(), 0, []
     for step in range(options.steps + 1):
         clock.start()
         seeds = range(step * rows, (step + 1) * rows)
@@ -226,8 +227,9 @@ def main() -> int:
         return 1
     sides = {"ours": (Path(sys.executable), 0)}
     rows = options.prompts * GROUP
-    for size in (size for size in MICRO_BATCHES if size <= rows):
-        sides[f"TRL, {size} at once"] = (trl, size)
+    for size in MICRO_BATCHES:
+        if rows % size == 0:
+            sides[f"TRL, {size} at once"] = (trl, size)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for _ in range(options.rounds):
         for name, (python, size) in sides.items():

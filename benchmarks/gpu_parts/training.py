@@ -153,7 +153,7 @@ def policy_update(trainer: Trainer, groups: list[Group], grpo: GrpoSection) -> d
     sums = UpdateMetrics(loss_ids)
     micro_batches = trainer.micro_batches(groups)
     for batch in micro_batches:
-        kind = OBJECTIVES[grpo.objective].kl if grpo.kl_coef else ""
+        kind = OBJECTIVES[grpo.objective].kl if grpo.kl_coef else None
         logprobs, _, kl = trainer.logprobs(batch, kl=kind)
         losses = -batch.advantages * logprobs
         if kl is not None:

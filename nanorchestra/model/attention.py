@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,14 @@ from torch.autograd.function import once_differentiable
 
 from kernels.flash import FlashWork, Span, flash_attention, flash_work
 from nanorchestra.model import ops
-from nanorchestra.model.compiler import compiled
+from nanorchestra.model.compiler import LARGEST_DIM, compiled
 from nanorchestra.model.ops import qk_norm_rope
 from nanorchestra.model.rope import Rotation
 
 if TYPE_CHECKING:
     from nanorchestra.model.qwen3 import SelfAttention
 
-LARGEST_DIM = 256  # of a head, MAX_DIM of native/packed_attention.c
+SOURCE = "packed_attention.c"  # in native/
 
 
 class Attention(Protocol):
@@ -63,12 +63,12 @@ class PackedAttention:
     """Attention over a pack of sequences: samples share prompts, and prompts their beginning.
 
     A pack is a list of segments that cover it in order, without gaps. A segment attends to its
-    prefixes and causally to itself. No token is padding, and no [T, T] mask is made.
+    prefixes and causally to itself. No token is padding.
     """
 
     def __init__(self, segments: Sequence[Segment]):
         self.segments = segments
-        self._work: FlashWork | list[Span] | None = None  # made by the first layer, used by all
+        self._work: Work | None = None  # made by the first layer, used by all
 
     def __call__(self, layer: SelfAttention, qkv: Tensor, rotation: Rotation) -> Tensor:
         """Returns attention's output [T, H, D], differentiable in qkv and the norms."""
@@ -82,12 +82,17 @@ class PackedAttention:
         if isinstance(self._work, FlashWork):
             return flash_attention(q, k, v, self._work)
         wide = torch.promote_types(q.dtype, torch.float32)
-        compute = _NativeAttention.apply if _computed_in_c(q, wide) else attend_by_segment
+        native = isinstance(self._work, _NativeWork)
+        compute = _NativeAttention.apply if native else attend_by_segment
         return compute(q.to(wide), k.to(wide), v.to(wide), self._work).to(q.dtype)
 
-    def _make_work(self, q) -> FlashWork | list[Span]:
+    def _make_work(self, q) -> Work:
         spans = segment_spans(self.segments)
-        return flash_work(spans, q.device, q.dtype) if ops.by_kernel(q) else spans
+        if ops.by_kernel(q):
+            return flash_work(spans, q.device, q.dtype)
+        dim = q.shape[-1]
+        fits = q.dtype != torch.float64 and dim % 16 == 0 and dim <= LARGEST_DIM
+        return _native_work(spans) if fits and compiled(SOURCE) else spans
 
 
 def segment_spans(segments: Sequence[Segment]) -> list[Span]:
@@ -113,6 +118,7 @@ def attend_by_segment(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) ->
     """Returns the attention [T, H, D] of spans, those of a segment in turn: in plain PyTorch.
 
     Where native/packed_attention.c cannot compute it: in fp64, for other heads, without a compiler.
+    A segment has a mask [its tokens, its keys].
     """
     outputs = []
     keys, values = [], []  # of the segment at hand
@@ -134,10 +140,35 @@ def _attend_at_the_end(q, k, v) -> Tensor:
     return out[0].transpose(0, 1)
 
 
-def _computed_in_c(q, dtype) -> bool:
-    dim = q.shape[-1]
-    fits = dtype == torch.float32 and dim % 16 == 0 and dim <= LARGEST_DIM
-    return fits and compiled("packed_attention.c") is not None
+class _NativeWork(NamedTuple):
+    """Blocks of queries [n, 4] and pieces of keys [m, 3], as native/packed_attention.c has them."""
+
+    blocks: Tensor
+    pieces: Tensor
+
+
+Work = FlashWork | _NativeWork | list[Span]  # of a GPU, of a CPU, of plain PyTorch
+
+
+def _native_work(spans) -> _NativeWork:
+    """Returns the work of spans, those of a segment in turn."""
+    library = compiled(SOURCE)
+    block_size, piece_size = library.queries_of_block(), library.keys_of_piece()
+    blocks, pieces = [], []
+    prefixes = []  # of the segment at hand: their first keys, and where they end
+    for span in spans:
+        if not span.causal:
+            prefixes.append((span.key_start, span.key_end))
+            continue
+        for start in range(span.start, span.end, block_size):
+            end, first = min(start + block_size, span.end), len(pieces)
+            for key_start, key_end in (*prefixes, (span.start, end)):
+                for key in range(key_start, key_end, piece_size):
+                    count = min(piece_size, key_end - key)
+                    pieces.append((key, count, key_start == span.start))
+            blocks.append((start, end - start, first, len(pieces)))
+        prefixes = []
+    return _NativeWork(torch.tensor(blocks), torch.tensor(pieces, dtype=torch.int64))
 
 
 class _Packed(ctypes.Structure):
@@ -145,21 +176,21 @@ class _Packed(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse", "grad")),
-        *((name, ctypes.c_void_p) for name in ("grad_q", "grad_k", "grad_v", "blocks", "ranges")),
+        *((name, ctypes.c_void_p) for name in ("grad_q", "grad_k", "grad_v", "blocks", "pieces")),
         *((name, ctypes.c_int64) for name in ("tokens", "block_count", "heads", "kv_heads", "dim")),
     ]
 
 
 class _NativeAttention(torch.autograd.Function):
-    """Attention of spans, those of a segment in turn, in native/packed_attention.c; all in fp32."""
+    """Attention in native/packed_attention.c; all in fp32."""
 
     @staticmethod
-    def forward(ctx, q, k, v, spans):
+    def forward(ctx, q, k, v, work):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty_like(q)  # [T, H, D]
         lse = q.new_empty(q.shape[:2])  # [T, H]
-        ctx.work = _native_work(spans)
-        _call("attention_forward", ctx.work, q=q, k=k, v=v, out=out, lse=lse)
+        ctx.work = work
+        _call("attention_forward", work, q=q, k=k, v=v, out=out, lse=lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -177,31 +208,17 @@ class _NativeAttention(torch.autograd.Function):
         return grad_q, *(x.transpose(0, 1) for x in by_kv_head), None
 
 
-def _native_work(spans) -> tuple[Tensor, Tensor]:
-    """Returns blocks [n, 4] and ranges [len(spans), 2], as native/packed_attention.c wants them."""
-    size = compiled("packed_attention.c").queries_of_block()
-    blocks, first = [], 0
-    for last, span in enumerate(spans, 1):
-        if span.causal:  # the last of its segment
-            for start in range(span.start, span.end, size):
-                blocks.append((start, min(size, span.end - start), first, last))
-            first = last
-    ranges = [(span.key_start, span.key_end) for span in spans]
-    return torch.tensor(blocks), torch.tensor(ranges)
-
-
 def _call(function, work, **tensors) -> None:
-    blocks, ranges = work
     tokens, heads, dim = tensors["q"].shape
     packed = _Packed(
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
-        blocks=blocks.data_ptr(),
-        ranges=ranges.data_ptr(),
+        blocks=work.blocks.data_ptr(),
+        pieces=work.pieces.data_ptr(),
         tokens=tokens,
-        block_count=len(blocks),
+        block_count=len(work.blocks),
         heads=heads,
         kv_heads=tensors["k"].shape[1],
         dim=dim,
     )
-    call = getattr(compiled("packed_attention.c"), function)
+    call = getattr(compiled(SOURCE), function)
     call(ctypes.byref(packed), torch.get_num_threads())

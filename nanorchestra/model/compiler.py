@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = Path(__file__).with_name("native")
+LARGEST_DIM = 256  # of a head, MAX_DIM of native.h
 COMMAND = "cc -O3 -march=native -fopenmp -fPIC -shared"
 CPU_FEATURES = ("flags", "Features")  # how a line of /proc/cpuinfo begins: on x86, on ARM
 

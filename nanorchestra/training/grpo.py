@@ -6,7 +6,8 @@ The loss of every objective is the sum over the ids in the loss of all micro-bat
 
 train.py's `policy_loss` computes it. L is the surrogate, v = min(pi_old / pi_sampler, cap) if there
 is an importance cap (else 1). The divisor is a number of the whole update, so losses and gradients
-of micro-batches and ranks add up. GRPO's paper has a mean by attempt.
+of micro-batches and ranks add up. GRPO's paper has a mean by attempt, Dr. GRPO's a constant
+divisor.
 
 | objective | advantage | L | paper |
 |---|---|---|---|
@@ -61,7 +62,7 @@ def group_advantages(
     """Returns the advantages of the attempts at one task: how far a reward lies above their mean.
 
         A_i = (R_i - mean R) / (std R + 1e-6)    DeepSeekMath section 4.1.2; std over n - 1
-        A_i = R_i - mean R                       Dr. GRPO, where rewards of all tasks are one scale
+        A_i = R_i - mean R                       Dr. GRPO, for rewards on one scale for all tasks
 
     plus the objective's boost where it is at least 1. None if there is nothing to learn: fewer than
     two rewards, or their std is not above `min_std`. Division by a small std makes a few cents more

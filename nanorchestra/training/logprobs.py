@@ -7,7 +7,7 @@
                                                    d kl / dz = p (d - sum_v p d)
 
 No [N, vocab] tensor ever exists: logits are computed for all positions and a chunk of ids, and
-again in the backward pass. Forward, a chunk leaves its logsumexp and a mean under its softmax,
+again in the backward pass. Forward, a chunk leaves its logsumexp and means under its softmax,
 which merge exactly (docs/kernels.md). Backward, the logsumexp of all ids is known, so a chunk is
 finished by itself: its rows of the weight's gradient are one product over all positions, rounded
 once. The gradient of hidden is added up over the chunks in fp32. Beside arguments, results and this
@@ -148,7 +148,7 @@ def _softmax_times(factor, logits, logsumexp, temperature, dtype):
 
 
 def _of_no_ids(hidden):
-    """Returns what _softmax_means would of no ids, in fp64.
+    """Returns what _softmax_means would of no ids, in fp64; its one mean stands for any number.
 
     Chunks are merged in fp64: in fp32 their shares do not quite add up to 1, which costs an entropy
     of logits around 30 about 1e-4 nats.
@@ -193,9 +193,9 @@ def _gradients(ctx, hidden, weight, grad_logits):
 def _chunks(hidden, limit, logits) -> list[slice]:
     """Returns the ids below limit in slices.
 
-    Of each, so many tensors of logits in fp32 and as many of what is made of them take WORKSPACE.
+    WORKSPACE holds, in fp32, so many tensors of logits, as many of what is made of them, and one.
     """
-    bytes_of_id = 2 * logits * _wide(hidden).itemsize * max(len(hidden), 1)
+    bytes_of_id = (2 * logits + 1) * _wide(hidden).itemsize * max(len(hidden), 1)
     width = max(1, WORKSPACE // bytes_of_id // FULL_TILES) * FULL_TILES
     return [slice(start, min(start + width, limit)) for start in range(0, limit, width)]
 

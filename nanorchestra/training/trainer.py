@@ -5,6 +5,7 @@ train.py has the updates themselves; this file has the parts that they are made 
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from nanorchestra.training.optimizers import build_optimizers
 from nanorchestra.training.packing import Group, MicroBatch, divide, pack, samples_in
 
 PLAIN = ParallelSection()  # layers are kept, and all is on one device
-MAX_NORM = 1.0  # of the gradient, above which it is scaled down; the preset's largest was 0.22
+MAX_NORM = 1.0  # of the gradient, above which it is scaled down
 
 
 class UpdateMetrics:
@@ -158,18 +159,21 @@ class Trainer:
         return [pack(batch, self.ranks.device) for batch in shares[self.ranks.rank]]
 
     def logprobs(
-        self, batch: MicroBatch, temperature: float = 1.0, kl: str = ""
+        self,
+        batch: MicroBatch,
+        temperature: float = 1.0,
+        kl: Literal["full", "k2"] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns log-probabilities, entropies in nats and KL of the ids in the loss: fp32 [N].
 
         They are under the distribution at `temperature`, the sampler's. kl is that of the policy
         from the reference: "full", exact over the vocabulary, or "k2" (Schulman 2020), half the
-        squared log-ratio at the ids, an estimate whose gradient on policy is that of the KL; "" for
-        None. Gradients flow from log-probabilities and KL.
+        squared log-ratio at the ids, an estimate whose gradient on policy is that of the KL; None
+        without it. Gradients flow from log-probabilities and KL.
         """
         options = {"temperature": temperature, "vocab_limit": self.vocab_limit}
         hidden, weight = hidden_states(self.model, batch), self.model.output_weight
-        if not kl:
+        if kl is None:
             return token_logprobs(hidden, weight, batch.targets, **options)
         reference = self.model if self.reference is None else self.reference
         with torch.no_grad(), lora.disabled(reference):  # a model with adapters is then its base

@@ -20,13 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanorchestra.model.compiler import compiled
+from nanorchestra.model.compiler import LARGEST_DIM, compiled
 from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
 
 STRIP = 16  # keys of a page that lie together, as in native.h
 WIDEST_PANEL = 32  # outputs of a matrix that lie together: the largest PANEL of native.h
-LARGEST_DIM = 256  # of a head, MAX_DIM of native.c
 
 
 @cache

@@ -12,7 +12,6 @@
 
 enum { ROWS_AT_ONCE = 256 };  // go through a layer together, so that they stay in cache
 enum { KEYS = 64 };           // of one update of the softmax, whole strips
-enum { MAX_DIM = 256 };       // of a head
 enum { FEW = 1 << 22 };       // multiplications: with fewer, threads wait longer than they compute
 
 int panel_columns(void) { return PANEL; }

@@ -1,4 +1,4 @@
-// Numbers, loops that threads share, and products with packed matrices, for native.c.
+// Numbers, loops that threads share, and products of tiles, for native.c and packed_attention.c.
 
 #include <math.h>
 #include <sched.h>
@@ -15,7 +15,8 @@ enum { LANES = 8, WIDE = 2, TILE = 6 };
 enum { LANES = 4, WIDE = 4, TILE = 4 };
 #endif
 enum { PANEL = LANES * WIDE };  // outputs of a matrix that lie together
-enum { STRIP = 16 };            // keys of a page that lie together
+enum { STRIP = 16 };            // columns of a narrow tile; keys of a page that lie together
+enum { MAX_DIM = 256 };         // of a head
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -100,10 +101,10 @@ static inline floats *tile_at(float *tile, long stride, int wide, int i) {
 }
 
 // out [rows, LANES * wide] = x [rows, steps * PAIR] w, added to what it holds if `add`. If `across`,
-// x lies as [steps, rows]: its columns are summed over, of one element each.
+// x lies as [steps, rows], of single elements.
 static inline __attribute__((always_inline)) void sum_tile(
-    int rows, int wide, int across, const element *x, long x_stride, const element *w, long w_stride,
-    float *out, long out_stride, long steps, int add) {
+    int rows, int wide, int across, const element *x, long x_stride, const element *w,
+    long w_stride, float *out, long out_stride, long steps, int add) {
     floats sum[8 * WIDE];
 #pragma GCC unroll 16
     for (int i = 0; i < rows * wide; i++)
@@ -112,9 +113,9 @@ static inline __attribute__((always_inline)) void sum_tile(
 #pragma GCC unroll 16
         for (int i = 0; i < rows * wide; i++) {
             long row = i / wide;
-            const element *x_pair = x + (across ? step * x_stride + row : row * x_stride + step * PAIR);
+            long at = across ? step * x_stride + row : row * x_stride + step * PAIR;
             const element *w_pairs = w + step * w_stride + i % wide * LANES * PAIR;
-            sum[i] = multiply_add(sum[i], x_pair, *(ints *)w_pairs);
+            sum[i] = multiply_add(sum[i], x + at, *(ints *)w_pairs);
         }
     }
 #pragma GCC unroll 16

@@ -11,15 +11,16 @@
 
 enum { QUERIES = 64 };   // of a block
 enum { KEYS = 32 };      // whose scores are in the cache together
-enum { MAX_DIM = 256 };  // of a head
 
 int queries_of_block(void) { return QUERIES; }
+int keys_of_piece(void) { return KEYS; }
 
-typedef struct { int64_t start, end; } range;  // of keys
+// KEYS keys at most of a prefix, or of the segment of the queries, its own: of these a query sees
+// the keys up to itself.
+typedef struct { int64_t start, count, own; } piece;
 
-// Queries of one segment. They see the ranges first_range .. last_range; of the last, the segment
-// itself, a query sees the keys up to itself.
-typedef struct { int64_t start, count, first_range, last_range; } block;
+// QUERIES queries at most of one segment, which see the pieces first_piece .. last_piece - 1.
+typedef struct { int64_t start, count, first_piece, last_piece; } block;
 
 typedef struct {
     const float *q, *k, *v;
@@ -27,7 +28,7 @@ typedef struct {
     const float *grad;                 // that of out
     float *grad_q, *grad_k, *grad_v;   // grad_k and grad_v are by query head: [heads, tokens, dim]
     const block *blocks;
-    const range *ranges;
+    const piece *pieces;
     int64_t tokens, block_count, heads, kv_heads, dim;
 } packed;
 
@@ -56,8 +57,8 @@ static void add_by_query(const float *weights, long queries, const float *rows, 
                          long keys, long dim, float *out, long out_stride) {
     for (long query = 0; query < queries; query += TILE)
         for (long i = 0; i < dim; i += STRIP)
-            strip_tile_across(min(TILE, queries - query), weights + query, QUERIES, rows + i, stride,
-                              out + query * out_stride + i, out_stride, keys, 1);
+            strip_tile_across(min(TILE, queries - query), weights + query, QUERIES, rows + i,
+                              stride, out + query * out_stride + i, out_stride, keys, 1);
 }
 
 // out [dim, QUERIES] = rows [count, dim]^T times scale; 0 beyond count.
@@ -76,14 +77,6 @@ static void mask_future(float *scores, long first_key, long keys, long first_que
             scores[key * QUERIES + i] = -1e30f;
 }
 
-// A loop over the keys of a block: the `keys` from first_key on, and whether they are of its `own`
-// segment.
-#define FOR_KEYS(p, b)                                                                     \
-    for (long r = (b)->first_range; r < (b)->last_range; r++)                              \
-        for (long own = r == (b)->last_range - 1, first_key = (p)->ranges[r].start,        \
-                  end = own ? (b)->start + (b)->count : (p)->ranges[r].end, keys;          \
-             keys = min(KEYS, end - first_key), first_key < end; first_key += KEYS)
-
 static void forward_block(const packed *p, const block *b, long head) {
     long dim = p->dim, stride = p->heads * dim, kv_stride = p->kv_heads * dim;
     long kv_head = head / (p->heads / p->kv_heads);
@@ -91,12 +84,16 @@ static void forward_block(const packed *p, const block *b, long head) {
     float running_max[QUERIES], running_sum[QUERIES];
     float *out = p->out + b->start * stride + head * dim;
     transpose(p->q + b->start * stride + head * dim, stride, b->count, dim, 1 / sqrtf(dim), query);
-    for (long i = 0; i < QUERIES; i++) running_max[i] = -1e30f, running_sum[i] = 0;
+    for (long i = 0; i < QUERIES; i++) {
+        running_max[i] = -1e30f;
+        running_sum[i] = 0;
+    }
     for (long i = 0; i < b->count; i++) memset(out + i * stride, 0, dim * sizeof(float));
-    FOR_KEYS(p, b) {
-        long at = first_key * kv_stride + kv_head * dim;
+    for (const piece *c = p->pieces + b->first_piece; c < p->pieces + b->last_piece; c++) {
+        long keys = c->count;
+        long at = c->start * kv_stride + kv_head * dim;
         scores_of(p->k + at, kv_stride, keys, query, dim, scores);
-        if (own) mask_future(scores, first_key, keys, b->start);
+        if (c->own) mask_future(scores, c->start, keys, b->start);
         for (long i = 0; i < QUERIES; i += LANES) {
             floats *old_max = (floats *)(running_max + i), new_max = *old_max;
             for (long key = 0; key < keys; key++)
@@ -144,11 +141,12 @@ static void backward_block(const packed *p, const block *b, long head) {
         delta[i] = sum;
         memset(p->grad_q + rows_at + i * stride, 0, dim * sizeof(float));
     }
-    FOR_KEYS(p, b) {
-        long at = first_key * kv_stride + kv_head * dim;
-        long grad_at = (head * p->tokens + first_key) * dim;
+    for (const piece *c = p->pieces + b->first_piece; c < p->pieces + b->last_piece; c++) {
+        long keys = c->count;
+        long at = c->start * kv_stride + kv_head * dim;
+        long grad_at = (head * p->tokens + c->start) * dim;
         scores_of(p->k + at, kv_stride, keys, query, dim, weights);
-        if (own) mask_future(weights, first_key, keys, b->start);
+        if (c->own) mask_future(weights, c->start, keys, b->start);
         scores_of(p->v + at, kv_stride, keys, grad, dim, grads);
         for (long key = 0; key < keys; key++)
             for (long i = 0; i < QUERIES; i += LANES) {
