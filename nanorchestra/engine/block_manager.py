@@ -1,7 +1,7 @@
 """Hands out the pages of the KV cache and shares those of common prefixes. No torch.
 
 A page (vLLM's block) holds the keys and values of `page_size` consecutive positions of a sequence.
-`Sequence.block_table` lists the pages of one. A full page that a completed step has written is
+`Sequence.block_table` lists the pages of one. A full page that a launched step writes is
 indexed under an exact key:
 
     (uid of the page before it, its tokens)      before the first page: ROOT

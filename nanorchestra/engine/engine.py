@@ -279,7 +279,8 @@ class Engine:
         batch_ahead = self.scheduler.schedule_ahead()
         if batch_ahead is not None:
             self._fail_unadmitted(batch_ahead)
-            launched.batch.failed.update(batch_ahead.failed)
+            launched.batch.failed |= batch_ahead.failed
+            batch_ahead.failed = {}  # they are told with this step, and not again with their own
             if not batch_ahead.empty:
                 ahead = self.runner.launch(batch_ahead, previous=launched)
         results = self._accept(launched)

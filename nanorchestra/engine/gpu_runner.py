@@ -231,9 +231,9 @@ def decode_sizes(max_running: int) -> list[int]:
 def token_sizes(max_batch_tokens: int) -> list[int]:
     """Returns the numbers of tokens that have a graph with prefill, up to max_batch_tokens.
 
-    They are multiples of 16 up to 64, and from each power of two to the next four steps: padding is
-    a quarter of the tokens at most. A step of up to 64 tokens of an 8B model reads weights for most
-    of its time, and padding costs nothing.
+    They are multiples of 16 up to 64, and from each power of two to the next four steps: from 64 on
+    padding is a quarter of the tokens at most. A step of up to 64 tokens of an 8B model reads
+    weights for most of its time, and padding costs nothing.
     """
     sizes = [16]
     while sizes[-1] < max_batch_tokens:

@@ -186,3 +186,23 @@ def test_an_interrupt_inside_of_a_step_leaves_nothing_behind(model, monkeypatch,
     session.close()
     assert serving.generate([[*history, 13]], params)[0].token_ids == continued
     assert serving.blocks.available == serving.blocks.num_pages
+
+
+def test_a_request_that_cannot_be_admitted_ahead_is_told_once(model, monkeypatch):
+    serving = engine(model, ahead=True)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    sound = serving.submit([6, 7, 8], params)
+    serving.step()
+    bad = serving.submit([9, 10], params)
+    right = serving.blocks.match
+
+    def match(sequence):
+        if sequence is bad.sequence:
+            raise RuntimeError("no pages for this one")
+        return right(sequence)
+
+    monkeypatch.setattr(serving.blocks, "match", match)
+    told = []
+    while not sound.finished:
+        told += serving.step()
+    assert told.count(bad) == 1 and told.count(sound) == 1 and serving.runner.ahead
