@@ -15,9 +15,8 @@ from nanorchestra.engine.scheduler import Chunk
 from nanorchestra.engine.sequence import Request
 from nanorchestra.engine.transfers import staged
 
-SPLIT_TOKENS = (
-    512  # a step with more tokens fills a GPU with whole items (kernels/paged_prefill.py)
-)
+# A step with more tokens fills a GPU with whole items (kernels/paged_prefill.py).
+SPLIT_TOKENS = 512
 # Rows are a group if they share this part of what either shares with others. Below 1: two of eight
 # samples of a prompt that also share a page of their own must not leave the other six.
 SAME_GROUP = 3 / 4

@@ -9,8 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernels.paged_decode import split_bounds
+from kernels.paged_prefill import LEAST_SPLIT
 from kernels.quantised import ROWS
 from nanorchestra.config import DRAFT, Config
+from nanorchestra.engine.step_inputs import SPLIT_TOKENS
 from nanorchestra.errors import UserError, require
 from nanorchestra.model.checkpoint import PRESETS, read_config
 from nanorchestra.model.qwen3 import ModelConfig
@@ -124,9 +127,15 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
     pages_of_attempt = -(-rollout.context_tokens // rollout.page_size)
     pages = rollout.pages or attempts * pages_of_attempt + SPARE_PAGES
     kv = pages * rollout.page_size * costs.kv_bytes
-    # Of the largest captured step: the output of a layer and the residual, gate, up, their product.
-    of_token = 2 * hidden + 3 * setup.model.intermediate_size
-    graphs = 2 * rollout.max_batch_tokens * of_token
+    # Of the largest captured step: what goes into a layer and what is added to it, gate, up, their
+    # product; adapters hold a product with and without theirs. Then the scratch of split attention.
+    of_token = 4 * hidden + (4 if setup.in_4_bits else 3) * setup.model.intermediate_size
+    decode_splits = attempts * (len(split_bounds(rollout.context_tokens)) - 1)
+    prefill_splits = len(split_bounds(rollout.context_tokens, LEAST_SPLIT)) - 1
+    prefill_splits *= min(SPLIT_TOKENS, rollout.max_batch_tokens)
+    of_split = 4 * setup.model.num_attention_heads * (setup.model.head_dim + 1)
+    scratch = max(decode_splits, prefill_splits) * of_split
+    graphs = 2 * rollout.max_batch_tokens * of_token + scratch
     parts = {
         "weights": (weights, weights),
         "moments": (8 * trained * share,) * 2,
@@ -134,7 +143,8 @@ def memory(setup: Setup) -> dict[str, tuple[float, float]]:
         "gradients": (0, 4 * trained * share),
         "gathered layers": (0, gathered),
         "activations": (0, activations),
-        "widened matrix": (widened, widened),
+        # The engine's stays in its graphs; training in 4 bits widens one of its own.
+        "widened matrix": (widened, (2 if setup.in_4_bits else 1) * widened),
         "engine's copy": (engine, engine),
         "engine's graphs": (graphs, graphs),
         "KV pages": (kv, kv),
