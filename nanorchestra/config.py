@@ -56,7 +56,8 @@ class ModelSection:
 class TaskSection:
     """What the run practises on."""
 
-    # desk (questions whose next step stands in a result), domains (a few small databases;
+    # desk (questions whose next step stands in a result), desk:unseen (the same, with held-out
+    # tasks about words that no training task has), domains (a few small databases;
     # domains:bank+clinic names them), a directory of data_gen.py, a .jsonl file of ToolScale's
     # rows, questions:FILE with a table of questions and answers (.jsonl, .csv, .tsv, .parquet),
     # frames or hle as the hub has them, recorded:FILE with answers that were given before, a .py

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.tool import Tool
@@ -33,9 +33,21 @@ MATTERS = {
     "medicine": ["patient", "clinic", "fever", "nurse", "doctor", "vaccine", "dose", "ward"],
     "history": ["battle", "king", "treaty", "empire", "castle", "siege", "crown", "armada"],
 }
-SUBJECT = {word: subject for subject, words in MATTERS.items() for word in words}
+UNSEEN = {  # of held-out tasks of the world desk:unseen alone
+    "law": ["attorney", "bail", "defendant", "lawsuit", "parole"]
+    + ["plaintiff", "prosecutor", "subpoena", "warrant", "witness"],
+    "medicine": ["antibiotic", "asthma", "diagnosis", "insulin", "pharmacy"]
+    + ["surgeon", "surgery", "syringe", "therapy", "tumor"],
+    "history": ["colony", "conquest", "crusade", "dynasty", "emperor"]
+    + ["gladiator", "kingdom", "knight", "monarch", "pharaoh"],
+}
+SUBJECT = {
+    word: subject
+    for matters in (MATTERS, UNSEEN)
+    for subject, words in matters.items()
+    for word in words
+}
 FIELDS = ("code", "rank", "age")
-WORDS = (*TABLES, *SUBJECT, *FIELDS)
 SKILLS = {  # the probability that an expert is right, by subject; hidden from the policy
     "ant": {"law": 0.95, "medicine": 0.2, "history": 0.6},
     "bee": {"law": 0.6, "medicine": 0.95, "history": 0.2},
@@ -108,10 +120,15 @@ Place = tuple[str | int, int]  # a word and a number, or two numbers to multiply
 
 @dataclass(frozen=True)
 class Desk:
-    """The world. Its tasks have no end; it demonstrates them, too."""
+    """The world. Its tasks have no end; it demonstrates them, too.
+
+    Tasks are of the splits "train" and "held_out" or, as `held_out` says, "unseen": the matters of
+    its held-out tasks are then words that no training task has.
+    """
 
     seed: int
     sandbox: Sandbox
+    held_out: Literal["held_out", "unseen"] = "held_out"
     name: ClassVar[str] = "desk"
 
     def size(self, split: Split) -> None:
@@ -119,7 +136,7 @@ class Desk:
 
     def task(self, split: Split, index: int) -> Task:
         """Returns one task; "all" is "held_out"."""
-        split = "train" if split == "train" else "held_out"
+        split = "train" if split == "train" else self.held_out
         rng = random.Random(f"desk/{self.seed}/{split}/{index}")
         kind = rng.choices(list(KINDS), [share for share, *_ in KINDS.values()])[0]
         field = rng.choice(FIELDS)
@@ -131,7 +148,8 @@ class Desk:
         """Returns one attempt at a task; `seed` decides what the simulated experts say."""
         data = task.data
         # All words are tables of the records, so that an error does not tell which ones have rows.
-        tables = {word: data["notes"].get(word, {}) for word in WORDS}
+        words = (*TABLES, *matters_of("train"), *matters_of(self.held_out), *FIELDS)
+        tables = {word: data["notes"].get(word, {}) for word in words}
         terms = f"{STEP:02d}c {STEP:02d}s"
         tools = [
             RecordsTool("records", f"notes, {terms}", tables, STEP / 100, STEP),
@@ -216,6 +234,12 @@ class AskTool(Tool):
         )
 
 
+def matters_of(split: str) -> list[str]:
+    """Returns the words of the matters in the tasks of a split."""
+    subjects = UNSEEN if split == "unseen" else MATTERS
+    return [word for words in subjects.values() for word in words]
+
+
 def draw_trail(rng: random.Random, kind: str, split: str, field: str) -> tuple[list[Place], int]:
     """Returns the trail of a question of a kind for a field, and the answer at its end.
 
@@ -232,7 +256,7 @@ def draw_end(rng: random.Random, kind: str, split: str, field: str) -> tuple[Pla
     answer = rng.randint(10, 99)
     match KINDS[kind][2]:
         case "matter":
-            return (rng.choice(list(SUBJECT)), draw_number(rng, split)), answer
+            return (rng.choice(matters_of(split)), draw_number(rng, split)), answer
         case "value":
             return (field, answer), answer
         case "product":
@@ -292,7 +316,7 @@ def draw_number(rng: random.Random, split: str, lowest: int = 100, highest: int 
     """Returns the number of a row or a matter, or a factor; train and held-out tasks share none."""
     while True:
         number = rng.randint(lowest, highest)
-        if (number % EVERY_NTH == 0) == (split == "held_out"):
+        if (number % EVERY_NTH == 0) == (split != "train"):
             return number
 
 
@@ -314,7 +338,8 @@ def draw_other(rng: random.Random, split: str, field: str, words: set[str | int]
     (end,) = rng.choices(list(MENTIONED), list(MENTIONED.values()))
     if end == "value":
         return field, rng.randint(10, 99)
-    candidates = [word for word in (TABLES if end == "row" else SUBJECT) if word not in words]
+    kind = TABLES if end == "row" else matters_of(split)
+    candidates = [word for word in kind if word not in words]
     return rng.choice(candidates), draw_number(rng, split)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.records import Preference, Task
-from worlds.desk import FIELDS, KINDS, SUBJECT, TABLES, WISHES, draw_trail, make_task
+from worlds.desk import FIELDS, KINDS, SUBJECT, TABLES, WISHES, draw_trail, make_task, matters_of
 
 EXAMPLES = [
     "What is the code of order 512?",
@@ -19,7 +19,8 @@ EXAMPLES = [
     "What is the age of customer 845? Be quick.",
     "What is 47 * 6?",
 ]
-ROW = re.compile(rf"({'|'.join(FIELDS)}) of (?:the )?({'|'.join([*TABLES, *SUBJECT])}) ([1-9]\d\d)")
+WORDS = [*TABLES, *matters_of("train")]
+ROW = re.compile(rf"({'|'.join(FIELDS)}) of (?:the )?({'|'.join(WORDS)}) ([1-9]\d\d)")
 PRODUCT = re.compile(r"([1-9]\d) ?\* ?([3-9])")
 SENTENCES = {
     text: Preference(text, *weights) for weights, texts in WISHES.values() for text in texts

@@ -30,8 +30,8 @@ from nanorchestra.training.trajectories import from_row, replay, to_row
 from nanorchestra.units import bill, dollars
 from tools import LookupTool, load_tools, python_tool
 from worlds.catalogue import as_listed, names_of, reached
-from worlds.desk import FIELDS, SUBJECT, TABLES, Desk
-from worlds.desk_ask import EXAMPLES, SENTENCES, OutsideError, as_task
+from worlds.desk import FIELDS, Desk
+from worlds.desk_ask import EXAMPLES, SENTENCES, WORDS, OutsideError, as_task
 from worlds.load import knows_only_desk
 from worlds.preferences import worded
 
@@ -121,7 +121,7 @@ class DeskQuestions(OpenQuestions):
     known = (
         f"It knows the {' or '.join(FIELDS)} of a word with a number of three digits, products of "
         "two digits and one, and wishes.\n"
-        f"Words: {', '.join([*TABLES, *SUBJECT])}\n"
+        f"Words: {', '.join(WORDS)}\n"
         f"Wishes: {' '.join(SENTENCES)}"
     )
     outside = (

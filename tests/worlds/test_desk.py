@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from nanorchestra.agent.tool import Allowance
-from worlds.desk import EXPERTS, KINDS, SKILLS, SUBJECT, Desk
+from worlds.desk import EXPERTS, KINDS, SKILLS, SUBJECT, Desk, matters_of
 from worlds.desk_programs import PROGRAMS
 from worlds.routers import programs_by_name
 
@@ -47,6 +47,17 @@ def test_no_number_of_a_held_out_task_occurs_in_training(world):
         return found
 
     assert len(numbers("held_out")) > 100 and not numbers("held_out") & numbers("train")
+
+
+def test_no_word_of_an_unseen_matter_occurs_in_training(sandbox):
+    def matters(split):
+        tasks = tasks_of(Desk(0, sandbox, "unseen"), split)
+        texts = [task.question + str(task.data["notes"]) for task in tasks]
+        return {word for text in texts for word in re.findall(r"[a-z]+", text)} & {*SUBJECT}
+
+    assert matters("train") == {*matters_of("train")}
+    assert matters("held_out") == {*matters_of("unseen")}
+    assert len(matters_of("unseen")) == 30 and not {*matters_of("train")} & {*matters_of("unseen")}
 
 
 def test_the_prompt_states_wish_and_terms_and_says_that_experts_are_simulated(world):
