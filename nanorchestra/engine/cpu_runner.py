@@ -7,7 +7,7 @@ import torch
 
 from nanorchestra.engine.paged_attention import GatheredAttention, PagedChunk
 from nanorchestra.engine.runner import Launched, Runner, kv_shape, page_bytes
-from nanorchestra.engine.scheduler import Batch, Chunk
+from nanorchestra.engine.scheduler import Batch
 from nanorchestra.model.native import STRIP, Forward, PackedLinear, zeros
 from nanorchestra.model.qwen3 import Qwen3
 
@@ -43,35 +43,26 @@ class CpuRunner(Runner):
 
     def launch(self, batch: Batch, previous: Launched | None = None) -> Launched:
         """Computes a step."""
-        chunks = all_chunks(batch)
-        tokens, positions = [], []
-        sampled, last_tokens = [], []  # requests, and the places of their last tokens
+        decodes, chunks = batch.decodes, batch.prefills
+        tokens = [request.ids[-1] for request in decodes]
+        starts = [len(request.ids) - 1 for request in decodes]
+        positions = starts.copy()
+        last_tokens = list(range(len(decodes)))  # the place of the last token of each sampled one
         for chunk in chunks:
             tokens += chunk.request.ids[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
             if chunk.is_last:
-                sampled.append(chunk.request)
                 last_tokens.append(len(tokens) - 1)
-        block_tables = [chunk.request.sequence.block_table for chunk in chunks]
-        counts = [chunk.count for chunk in chunks]
+        starts += [chunk.start for chunk in chunks]
+        counts = [1] * len(decodes) + [chunk.count for chunk in chunks]
+        requests = decodes + [chunk.request for chunk in chunks]
+        block_tables = [request.sequence.block_table for request in requests]
         if self._native is not None:
             logits = self._native(tokens, positions, counts, block_tables, last_tokens)
         else:
-            paged = [
-                PagedChunk(chunk.start, chunk.count, pages)
-                for chunk, pages in zip(chunks, block_tables, strict=True)
-            ]
+            paged = [PagedChunk(*chunk) for chunk in zip(starts, counts, block_tables, strict=True)]
             k_cache, v_cache = self.kv_cache
             attention = GatheredAttention(k_cache, v_cache, paged)
             hidden = self.model(torch.tensor(tokens), torch.tensor(positions), attention)
             logits = self.model.logits(hidden[last_tokens])
-        return Launched(batch, sampled, logits)
-
-
-def all_chunks(batch: Batch) -> list[Chunk]:
-    """Returns the decodes as chunks of one token, then the prefills."""
-    chunks = []
-    for request in batch.decodes:
-        length = len(request.ids)
-        chunks.append(Chunk(request, length - 1, length, is_last=True))
-    return chunks + batch.prefills
+        return Launched(batch, batch.sampled, logits)

@@ -70,15 +70,13 @@ class Runner:
         requests = launched.requests
         if not requests:  # chunks in the middle of prompts
             return
-        masks: list[np.ndarray | None] = []
-        for request in requests:
-            mask = None
-            try:
-                if not request.finished:
-                    mask = request.allowed_ids(self.num_drawable)
-            except Exception as error:
-                launched.errors[request] = error
-            masks.append(mask)
+        masks: list[np.ndarray | None] = [None] * len(requests)
+        for row, request in enumerate(requests):
+            if request.guide is not None and not request.finished:
+                try:
+                    masks[row] = request.allowed_ids(self.num_drawable)
+                except Exception as error:
+                    launched.errors[request] = error
         launched.draws = launched.draws_on_host = draw_tokens(
             launched.logits,
             self.num_drawable,

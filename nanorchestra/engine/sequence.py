@@ -12,6 +12,7 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nanorchestra.errors import UserError, require
@@ -65,12 +66,12 @@ class SamplingParams:
             f"from 0 to {MOST_TOP_LOGPROBS}",
         )
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         """True if the most probable id is taken."""
         return self.temperature < GREEDY_BELOW
 
-    @property
+    @cached_property
     def truncated(self) -> bool:
         """True if the draw is from the most probable ids alone."""
         return (self.top_p < 1 or self.top_k > 0) and not self.greedy
@@ -85,10 +86,9 @@ def _whole(name, value) -> int:
 
 
 def _expect(holds, name, value, expected) -> None:
-    require(
-        holds,
-        f"sampling parameters: {name} is {reprlib.repr(value)}, it should be {expected}",
-    )
+    if not holds:
+        is_wrong = f"sampling parameters: {name} is {reprlib.repr(value)}"
+        raise UserError(f"{is_wrong}, it should be {expected}")
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,7 @@ class Request:
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     completion: Completion | None = None
     error: Exception | None = None  # why it failed
+    ids: list[int] = field(init=False)  # the prompt and the ids sampled so far
     prompt_tokens: int = field(init=False)
     guide: Guide | None = field(init=False)  # its own, at the beginning of the turn
     # A turn whose session had its KV when it came. It is admitted first, even if its pages are
@@ -188,24 +189,20 @@ class Request:
     resumes: bool = field(init=False)
 
     def __post_init__(self):
-        self.prompt_tokens = len(self.sequence.ids)
+        self.ids = self.sequence.ids
+        self.prompt_tokens = len(self.ids)
         self.guide = self.params.guide and self.params.guide.copy()
         self.resumes = bool(self.sequence.block_table)
 
     @property
-    def ids(self) -> list[int]:
-        """The prompt and the ids sampled so far."""
-        return self.sequence.ids
-
-    @property
     def uncomputed(self) -> int:
         """How many ids have no KV yet: at least the last one."""
-        return len(self.sequence.ids) - self.sequence.num_computed
+        return len(self.ids) - self.sequence.num_computed
 
     @property
     def is_decoding(self) -> bool:
         """True if only the last id has no KV; otherwise the request is in prefill."""
-        return len(self.sequence.ids) - self.sequence.num_computed == 1
+        return len(self.ids) - self.sequence.num_computed == 1
 
     @property
     def finished(self) -> bool:
@@ -217,7 +214,7 @@ class Request:
 
         Raises UserError if its mask has fewer ids, or lets none follow.
         """
-        allowed = None if self.guide is None else self.guide.allowed()
+        allowed = self.guide.allowed()
         if allowed is None:
             return None
         have = len(allowed)
@@ -229,7 +226,7 @@ class Request:
         self, token: int, logprob: float, top_logprobs: TopLogprobs, weight_version: int
     ) -> str:
         """Appends a sampled token. Returns the reason to finish, or ""."""
-        self.sequence.ids.append(token)
+        self.ids.append(token)
         self.top_logprobs.append(top_logprobs)
         self.weight_versions.append(weight_version)
         self.logprobs.append(logprob)  # last: a reader in another thread goes by their number
