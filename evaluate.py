@@ -182,6 +182,9 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
                 played[side.world_name].setdefault(side.policy.text, []).extend(block)
                 done += len(block)
                 bar.update(done - bar.n)
+            if bar.disable:
+                says = f"{side.world_name}, {side.policy.text}: played; {done} of {count} attempts"
+                print(says, file=sys.stderr)
     except UserError as error:
         if not (played or spending.spent):  # frees the name for a corrected command
             shutil.rmtree(run.path, ignore_errors=True)
