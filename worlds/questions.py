@@ -117,6 +117,7 @@ class QuestionRow:
 class QuestionEnvironment(ToolEnvironment):
     """One attempt at a question, whose answer `judge` grades."""
 
+    blocking = True
     judge: ExpertTool | None = None
 
     def score(self, answer: str) -> float:

@@ -127,6 +127,8 @@ class UserWorld:
 class UserEnvironment(ToolEnvironment):
     """One attempt at a task of a user's class; `instance` is its state."""
 
+    blocking = True
+
     def __init__(self, task: Task, tools: list[FunctionTool], instance: Any, file: str):
         super().__init__(task, tools)
         self.instance, self.file = instance, file

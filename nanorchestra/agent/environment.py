@@ -21,8 +21,9 @@ class Environment(Protocol):
     """One attempt at one task. `tools` are OpenAI function objects, `kinds` maps some to a kind.
 
     `evidence` are the findings of the attempt. `prompt` are the ids of messages and tools, empty if
-    they are not encoded yet. `verdict` is a word for how `score` judged the answer, "" if there is
-    nothing to say.
+    they are not encoded yet. `blocking`: whether `score` may wait for a judge; it then runs in a
+    thread and does not hold up other attempts. `verdict` is a word for how `score` judged the
+    answer, "" if there is nothing to say.
     """
 
     task: Task
@@ -31,6 +32,7 @@ class Environment(Protocol):
     kinds: dict[str, str]
     evidence: Evidence
     prompt: Sequence[int]
+    blocking: bool
     verdict: str
 
     def prepare(self, call: ToolCall, allowance: Allowance) -> PreparedCall:
@@ -40,13 +42,13 @@ class Environment(Protocol):
         """Returns the user's reply to a message without calls; None if it is the answer."""
 
     def score(self, answer: str) -> float:
-        """Returns the outcome in [0, 1]; it may wait for a judge, and raise EndpointError."""
+        """Returns the outcome in [0, 1]; a judge may raise EndpointError."""
 
 
 class ToolEnvironment:
     """A question, the tools to answer it with, and `grade(answer) -> outcome in [0, 1]`."""
 
-    verdict, prompt = "", ()
+    verdict, prompt, blocking = "", (), False
 
     def __init__(
         self, task: Task, tools: Sequence[Tool], grade: Callable[[str], float] = lambda answer: 0.0

@@ -88,7 +88,10 @@ class Attempt:
 
     async def _score(self) -> None:
         """Fills in the outcome of the answer; may wait for a judge."""
-        await in_thread(score_answer, self.env, self.trajectory)
+        if self.env.blocking:
+            await in_thread(score_answer, self.env, self.trajectory)
+        else:
+            score_answer(self.env, self.trajectory)
 
     async def _play(self) -> str:
         """Plays turns until the attempt ends; returns its status."""

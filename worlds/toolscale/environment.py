@@ -79,7 +79,7 @@ class DomainEnvironment:
     change nothing.
     """
 
-    verdict, prompt = "", ()
+    verdict, prompt, blocking = "", (), True
 
     def __init__(self, domain: Domain, task: Task, seed: int, models: Models = SIMULATED):
         tau2 = task.data["task"]
