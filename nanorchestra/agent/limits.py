@@ -104,23 +104,24 @@ async def _within_seconds(
     returned is not known, which is a failure of the infrastructure.
     """
     REQUEST_COUNTS.set(counts)  # of this call's own task
-    late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
-    given_up = ToolResult(
-        late, prepared.most_usd, seconds, error=True, alias=prepared.alias, given_up=True
-    )
     try:
         async with asyncio.timeout(None if seconds == math.inf else seconds):
             result = await prepared.run()
     except TimeoutError:
-        return given_up
+        result = ToolResult("", latency_s=seconds, given_up=True)
     if result.given_up and result.latency_s < seconds:
         earlier = f"the recording gave it up after {result.latency_s:.1f} s; record it again"
         content = f"Error: {call.name}: {earlier}"
         return replace(result, content=content, infrastructure=True, given_up=False)
+    late = f"Error: {call.name} was given up after {seconds:.1f} s, the user's limit"
     if result.given_up:
-        return given_up
-    if result.latency_s <= seconds or result.infrastructure:
-        return replace(result, latency_s=min(result.latency_s, seconds))
+        return ToolResult(
+            late, prepared.most_usd, seconds, error=True, alias=prepared.alias, given_up=True
+        )
+    if result.latency_s <= seconds:
+        return result
+    if result.infrastructure:
+        return replace(result, latency_s=seconds)
     return replace(result, content=late, latency_s=seconds, error=True)
 
 

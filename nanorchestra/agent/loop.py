@@ -68,7 +68,7 @@ class Attempt:
         self.conversation: Conversation | None = None
         self.prompts = 0  # conversations begun
         self.context_start = 0  # where in the trajectory the conversation begins
-        self.stream: TurnStream | None = None  # of the turn that is being sampled
+        self.stream: TurnStream | None = None  # of the turn that is being sampled, for on_event
         self.counted: Counter[str] = Counter()  # tokens that an endpoint has read and written
 
     async def run(self) -> Trajectory:
@@ -151,7 +151,8 @@ class Attempt:
         t = self.trajectory
         start, thinks = len(t.ids), chat.opens_thinking(self.tokenizer, t.ids)
         has_tools = bool(self.env.tools)
-        self.stream = TurnStream(self.tokenizer, has_tools, thinks=thinks)
+        if self.on_event:
+            self.stream = TurnStream(self.tokenizer, has_tools, thinks=thinks)
         # Noise is a function of seed and position, and prompts of an attempt may begin alike.
         seed = (self.seed + (self.prompts - 1) * SEED_STEP) % 2**63
         params = self.rollout.params(seed, max_tokens)
@@ -165,7 +166,8 @@ class Attempt:
         t.latency_s += self.rollout.seconds_per_token * len(completion.token_ids)
         parsed = chat.parse(self.tokenizer, completion.token_ids, thinks, has_tools)
         turn.well_formed = parsed.well_formed
-        self._emit("turn", self.stream.finish())
+        if self.on_event:
+            self._emit("turn", self.stream.finish())
         return completion, parsed
 
     def _append_given(self, ids: list[int]):
@@ -370,7 +372,8 @@ class Pump:
     async def run(self, attempts: Sequence[asyncio.Task]) -> None:
         """Steps the engine until all attempts are done."""
         await asyncio.sleep(0)  # each attempt runs on to its first wait
-        while unfinished := [attempt for attempt in attempts if not attempt.done()]:
+        unfinished = attempts
+        while unfinished := [attempt for attempt in unfinished if not attempt.done()]:
             waiting = len(self._ready) + len(self._sampling)  # the others wait for tools
             if waiting == 0 or (self.lockstep and waiting < len(unfinished)):
                 self._changed.clear()

@@ -237,7 +237,8 @@ class Engine:
             self._abandon()
             raise
         for request in batch.sampled:
-            self._call_back(request, results[request])
+            if request.on_token is not None:
+                self._call_back(request, results[request])
         ended = [request for request in [*batch.failed, *batch.sampled] if request.finished]
         return [request for request in ended if request.completion.finish_reason != "abort"]
 
@@ -342,10 +343,9 @@ class Engine:
 
     def _accept_token(self, request: Request, result: Result):
         """Appends a token to its request, and finishes the request where it ends."""
-        if isinstance(result, Exception):
-            self.fail(request, result)
-            return
         try:
+            if isinstance(result, Exception):
+                raise result
             reason = request.accept(
                 result.token, result.logprob, result.top_logprobs, self.weight_version
             )
@@ -360,8 +360,6 @@ class Engine:
 
         A callback may abort any request. One that has been aborted, or has failed, hears no more.
         """
-        if request.on_token is None:
-            return
         if request.finished and request.completion.finish_reason in ("abort", "error"):
             return
         try:
