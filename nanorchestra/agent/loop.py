@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -276,15 +277,14 @@ class Rollout:
         on_event: OnEvent | None = None,
     ) -> list[Trajectory]:
         """Returns the trajectory of one attempt at each environment, in the same order."""
+        trajectories = []  # no task's result: asyncio.run formats that as text, ids and all
 
-        async def played():
-            try:
-                return await self._run(environments, seeds, on_event)
-            except KeyboardInterrupt:  # asyncio would log a task that ends with it
-                return None
+        async def play():
+            with suppress(KeyboardInterrupt):  # asyncio would log a task that ends with it
+                trajectories.extend(await self._run(environments, seeds, on_event))
 
-        trajectories = asyncio.run(played())
-        if trajectories is None:
+        asyncio.run(play())
+        if len(trajectories) < len(environments):
             raise KeyboardInterrupt
         return trajectories
 
