@@ -131,7 +131,7 @@ def score_tokens(logits: Tensor, num_drawable: int, targets: Tensor) -> list[flo
     """
     z = logits[:, :num_drawable].float()
     z = z - z.amax(1, keepdim=True)
-    total = _cumulative(_weights(z).unflatten(1, (-1, BUCKET)))[:, -1]
+    total = _cumulative(_weights(z).view(len(z), -1, BUCKET))[:, -1]
     chosen = z.gather(1, targets.clamp(max=num_drawable - 1)[:, None])[:, 0]
     values = chosen.double() - total.log()
     return values.masked_fill_(targets >= num_drawable, -torch.inf).tolist()
@@ -164,7 +164,10 @@ def _index(rows, device) -> Tensor:
 
 def _weights(z) -> Tensor:
     """Returns exp(z) [R, V], filled up to whole buckets with zeros."""
-    return F.pad(z.exp(), (0, -z.shape[1] % BUCKET))
+    rows, vocab = z.shape
+    weights = z.new_zeros(rows, vocab + -vocab % BUCKET)
+    torch.exp(z, out=weights[:, :vocab])
+    return weights
 
 
 def _truncate(weights, params) -> Tensor:
@@ -196,20 +199,20 @@ def _invert(weights, noise) -> tuple[Tensor, Tensor]:
     the buckets, 4 and 8, pass it in bucket 1. Its own, 2 and 4, pass the 0.8 that is left at its
     first id: the token is 2.
     """
-    buckets = weights.unflatten(1, (-1, BUCKET))  # [R, buckets, BUCKET]
+    buckets = weights.view(len(weights), -1, BUCKET)
     cumulative = _cumulative(buckets)  # [R, buckets]
     total = cumulative[:, -1:]
     target = noise * total
     bucket = _first_above(cumulative, target)  # [R, 1]
     before = F.pad(cumulative, (1, 0)).gather(1, bucket)
     inside = buckets.gather(1, bucket[:, :, None].expand(-1, -1, BUCKET))[:, 0]
-    cumulative_inside = inside.double().cumsum(1)  # [R, BUCKET]
-    return bucket * BUCKET + _first_above(cumulative_inside, target - before), total
+    cumulative_inside = inside.cumsum(1, dtype=torch.float64)  # [R, BUCKET]
+    return _first_above(cumulative_inside, target - before).add_(bucket, alpha=BUCKET), total
 
 
 def _cumulative(buckets) -> Tensor:
     """Returns the running sums of buckets [R, buckets, BUCKET], fp64 [R, buckets]."""
-    return buckets.sum(2).double().cumsum(1)
+    return buckets.sum(2).cumsum(1, dtype=torch.float64)
 
 
 def _first_above(cumulative, target) -> Tensor:
