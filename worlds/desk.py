@@ -338,9 +338,9 @@ def draw_other(rng: random.Random, split: str, field: str, words: set[str | int]
     (end,) = rng.choices(list(MENTIONED), list(MENTIONED.values()))
     if end == "value":
         return field, rng.randint(10, 99)
-    kind = TABLES if end == "row" else matters_of(split)
-    candidates = [word for word in kind if word not in words]
-    return rng.choice(candidates), draw_number(rng, split)
+    candidates = TABLES if end == "row" else matters_of(split)
+    word = rng.choice([word for word in candidates if word not in words])
+    return word, draw_number(rng, split)
 
 
 def draw_note(rng: random.Random, following: Place, other: Place) -> str:

@@ -21,7 +21,7 @@ from worlds.toolscale import dataset
 from worlds.toolscale.small import small_world
 from worlds.user_world import load_user_world
 
-UNSEEN = f"{Desk.name}:unseen"
+DESKS = {Desk.name: "held_out", f"{Desk.name}:unseen": "unseen"}  # what is held out of each
 
 
 def open_world(
@@ -60,7 +60,7 @@ def knows_only_desk(model: Path) -> bool:
         return True
     config = model.parent / "config.toml"
     world = read_toml(config).get("task", {}).get("world") if config.is_file() else None
-    return world in (Desk.name, UNSEEN)
+    return world in DESKS
 
 
 def note_on_tools(model: str, world: str, setting: str) -> str:
@@ -69,7 +69,7 @@ def note_on_tools(model: str, world: str, setting: str) -> str:
     "" if not. `model` "" is one of random weights; `setting` is where the user names a model.
     """
     known = [name.partition("=")[0].strip() for name in world.split(",")]
-    if {Desk.name, UNSEEN} & set(known) or (model and not knows_only_desk(Path(model))):
+    if DESKS.keys() & known or (model and not knows_only_desk(Path(model))):
         return ""
     name = model or "a model of random weights"
     return (
@@ -99,10 +99,8 @@ def parse_mixture(text: str) -> dict[str, float]:
 
 def _open(name, settings, seed, sandbox, spending) -> World:
     """Returns one world. UserError."""
-    if name == Desk.name:
-        return Desk(seed, sandbox)
-    if name == UNSEEN:
-        return Desk(seed, sandbox, "unseen")
+    if name in DESKS:
+        return Desk(seed, sandbox, DESKS[name])
     kind, _, domains = name.partition(":")
     if kind == "domains":
         chosen = [domain.strip() for domain in domains.split("+")] if ":" in name else None
@@ -114,7 +112,7 @@ def _open(name, settings, seed, sandbox, spending) -> World:
     require(is_there, f"task.world: {name}: no such file")
     require(
         asks or Path(name).exists(),
-        f"task.world: there is no world {name!r}; it must be {Desk.name}, {UNSEEN}, "
+        f"task.world: there is no world {name!r}; it must be {', '.join(DESKS)}, "
         f"domains, domains:NAME+NAME, {', '.join(questions.PUBLISHED)}, "
         f"{questions.PREFIX}FILE, {recorded.PREFIX}FILE, "
         f"{agent_tasks.PREFIX}FILE.py:FUNCTION, a directory of data_gen.py, a "
