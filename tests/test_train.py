@@ -260,6 +260,7 @@ def test_a_dry_run_of_a_big_config_passes_on_two_nodes(tmp_path):
     nodes = [start(["train.py"], dry, **here, RANK=node) for node in "01"]
     outs = [node.communicate(timeout=300)[0] for node in nodes]
     assert all(node.returncode == 0 for node in nodes), outs
+    assert outs[0].splitlines()[-1].startswith(f"finished: {run} has "), "nothing is said after it"
     rows = RunFolder(run).rows("metrics")
     assert any(row.get("grad_norm", 0) > 0 for row in rows)
     files = {"config.toml", "metrics.jsonl", "trajectories.jsonl", "report.html", "summary.json"}

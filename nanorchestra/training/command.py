@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
@@ -159,6 +160,7 @@ def prepare_process(config: Config) -> None:
     mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its maximum
     mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     gc.freeze()
+    atexit.register(gc.unfreeze)  # nanobind would report at the end what is not collected
 
 
 class Stop:
