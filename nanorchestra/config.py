@@ -122,7 +122,8 @@ class GrpoSection:
     bounds: Literal["group", "task"] = "group"
     min_std: float = 0.05  # groups whose rewards spread less are left out
     kl_coef: float = 0.0  # weight of the KL divergence from the model before GRPO
-    # entropy in nats that the policy must have at an id for its advantage to count; 0: any
+    # entropy in nats that the policy must have at an id for it to be in the gradient: where it
+    # chooses, not where it copies; 0: any
     min_entropy: float = 0.0
     # cap of the trainer/sampler importance weight, at least 1; 0: no such weight
     importance_cap: float = 0.0

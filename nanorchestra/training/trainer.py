@@ -5,7 +5,7 @@ train.py has the updates themselves; this file has the parts that they are made 
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -163,27 +163,38 @@ class Trainer:
         batch: MicroBatch,
         temperature: float = 1.0,
         kl: Literal["full", "k2"] | None = None,
+        min_entropy: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns log-probabilities, entropies in nats and KL of the ids in the loss: fp32 [N].
 
         They are under the distribution at `temperature`, the sampler's. kl is that of the policy
         from the reference: "full", exact over the vocabulary, or "k2" (Schulman 2020), half the
         squared log-ratio at the ids, an estimate whose gradient on policy is that of the KL; None
-        without it. Gradients flow from log-probabilities and KL.
+        without it. Gradients flow from log-probabilities and KL, of ids whose entropy is at least
+        min_entropy alone; the KL of the others is not computed, and 0.
         """
         options = {"temperature": temperature, "vocab_limit": self.vocab_limit}
         hidden, weight = hidden_states(self.model, batch), self.model.output_weight
-        if kl is None:
-            return token_logprobs(hidden, weight, batch.targets, **options)
-        reference = self.model if self.reference is None else self.reference
-        with torch.no_grad(), lora.disabled(reference):  # a model with adapters is then its base
-            frozen = hidden_states(reference, batch), reference.output_weight
-        if kl == "full":
-            return token_logprobs(hidden, weight, batch.targets, reference=frozen, **options)
+        frozen = self._frozen_states(batch) if kl else None
+        if not min_entropy:
+            return _with_kl((hidden, weight), batch.targets, frozen, kl, options)
         with torch.no_grad():
-            ref_logprobs, _, _ = token_logprobs(*frozen, batch.targets, **options)
-        logprobs, entropy, _ = token_logprobs(hidden, weight, batch.targets, **options)
-        return logprobs, entropy, (logprobs - ref_logprobs).square() / 2
+            logprobs, entropy, _ = token_logprobs(hidden, weight, batch.targets, **options)
+        rows = (entropy >= min_entropy).nonzero()[:, 0]
+        policy = F.embedding(rows, hidden), weight
+        if frozen:
+            frozen = frozen[0][rows], frozen[1]
+        learnt, _, divergence = _with_kl(policy, batch.targets[rows], frozen, kl, options)
+        if divergence is not None:
+            divergence = torch.zeros_like(logprobs).index_copy(0, rows, divergence)
+        return logprobs.index_copy(0, rows, learnt), entropy, divergence
+
+    @torch.no_grad()
+    def _frozen_states(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Returns what `_with_kl` takes of the reference: its hidden states and output matrix."""
+        reference = self.model if self.reference is None else self.reference
+        with lora.disabled(reference):  # a model with adapters is then its base
+            return hidden_states(reference, batch), reference.output_weight
 
     def optimizer_step(self, learning_rate: float, *, finite: bool) -> dict[str, float]:
         """Clips the gradients, updates the weights and clears the gradients.
@@ -288,6 +299,26 @@ class Trainer:
                     state["exp_avg"] = torch.zeros_like(p)
                     state["exp_avg_sq"] = torch.zeros_like(p)
                     state["step"] = torch.zeros((), device=p.device)
+
+
+def _with_kl(
+    policy: tuple[Tensor, Tensor],
+    targets: Tensor,
+    reference: tuple[Tensor, Tensor] | None,
+    kl: Literal["full", "k2"] | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns log-probabilities, entropies and KL, as `Trainer.logprobs` does, of given states.
+
+    policy and reference: hidden states [N, hidden] and the output matrix. options: those of
+    token_logprobs.
+    """
+    if kl != "k2":
+        return token_logprobs(*policy, targets, reference=reference, **options)
+    with torch.no_grad():
+        ref_logprobs, _, _ = token_logprobs(*reference, targets, **options)
+    logprobs, entropy, _ = token_logprobs(*policy, targets, **options)
+    return logprobs, entropy, (logprobs - ref_logprobs).square() / 2
 
 
 def merge_updates(updates: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -32,8 +32,7 @@ def batch_of(lengths, advantages, sampler):
 
 def loss_of(logprobs, batch, grpo):
     """The sum of the losses at each id."""
-    ones = torch.ones_like(logprobs)
-    losses, _ = policy_loss(logprobs, logprobs.detach(), ones, None, batch, grpo)
+    losses, _ = policy_loss(logprobs, logprobs.detach(), None, batch, grpo)
     return losses.sum()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from groups import grouped
 import train
 from nanorchestra.config import GrpoSection
 from nanorchestra.model.attention import PackedAttention, Segment
+from nanorchestra.training.grpo import OBJECTIVES
 from nanorchestra.training.packing import Sample, mini_batches, samples_in
 from nanorchestra.training.trainer import Trainer, hidden_states, merge_updates
 from train import policy_update, supervised_update
@@ -61,9 +63,10 @@ def test_the_gradient_of_hidden_states_has_the_same_bits_on_several_threads():
 PLAIN = GrpoSection()
 
 
-def gradients(model, groups, grpo=PLAIN, vocab_limit=690, **settings):
+def gradients(model, groups, grpo=PLAIN, vocab_limit=690, reference=None, **settings):
     """The gradients of one policy update by name, without its step."""
     trainer = Trainer(model, vocab_limit=vocab_limit, **settings)
+    trainer.reference = reference
     taken = {}
 
     def take():
@@ -84,6 +87,21 @@ def alone(model, sample, limit=690, temperature=1.0):
     at = [i for i, in_loss in enumerate(sample.loss_mask) if in_loss]
     before = logp[[i - 1 for i in at]]
     return before.gather(1, tokens[at, None])[:, 0], -(before.exp() * before).sum(1).detach()
+
+
+def kl_alone(model, reference, sample, kind, limit=690):
+    """The KL of the model from the reference at the ids in the loss, from all logits."""
+    tokens = torch.tensor(sample.ids)
+    at = [i for i, in_loss in enumerate(sample.loss_mask) if in_loss]
+    logp, ref_logp = (
+        each.logits(
+            each(tokens, torch.arange(len(tokens)), PackedAttention([Segment(0, len(tokens))]))
+        )[[i - 1 for i in at], :limit].log_softmax(-1)
+        for each in (model, reference)
+    )
+    if kind == "full":
+        return (logp.exp() * (logp - ref_logp.detach())).sum(1)
+    return (logp - ref_logp.detach()).gather(1, tokens[at, None])[:, 0].square() / 2
 
 
 def near(ours, theirs):
@@ -113,10 +131,15 @@ def test_a_packed_step_has_the_gradient_of_the_samples_one_by_one(nano_model):
     near(packed, {name: p.grad for name, p in nano_model.named_parameters()})
 
 
-def test_with_a_least_entropy_only_the_ids_above_it_count(nano_model):
+@pytest.mark.parametrize("objective", ["dr_grpo", "toolorchestra"])  # the exact KL, and k2
+def test_with_a_least_entropy_only_the_ids_above_it_count(nano_model, objective):
+    """Neither their advantage nor their KL from the reference counts, here another model."""
     groups = make_groups(4)
-    samples = [sample for group in groups for sample in group.samples]
-    count = sum(sample.loss_ids for group in groups for sample in group.samples)
+    samples = samples_in(groups)
+    count = sum(sample.loss_ids for sample in samples)
+    reference = copy.deepcopy(nano_model)
+    with torch.no_grad():
+        reference.layers[0].down_proj.weight.mul_(0.5)
     computed = [alone(nano_model, sample) for sample in samples]
     values = torch.cat([entropy for _, entropy in computed]).sort().values
     widest = values.diff()[count // 8 : -count // 8].argmax() + count // 8
@@ -124,11 +147,13 @@ def test_with_a_least_entropy_only_the_ids_above_it_count(nano_model):
     for sample, (logprobs, entropy) in zip(samples, computed, strict=True):
         own = iter(logprobs.tolist())
         sample.sampler_logprobs[:] = [next(own) if in_loss else 0.0 for in_loss in sample.loss_mask]
-        counts = (entropy >= nats) * sample.advantage
-        (-(logprobs - logprobs.detach()).exp() * counts).sum().div(count).backward()
+        surrogate = -(logprobs - logprobs.detach()).exp() * sample.advantage
+        kl = kl_alone(nano_model, reference, sample, OBJECTIVES[objective].kl)
+        ((entropy >= nats) * (surrogate + 0.3 * kl)).sum().div(count).backward()
     expected = {name: p.grad.clone() for name, p in nano_model.named_parameters()}
     nano_model.zero_grad()
-    near(gradients(nano_model, groups, GrpoSection(min_entropy=nats)), expected)
+    grpo = GrpoSection(objective=objective, kl_coef=0.3, min_entropy=nats)
+    near(gradients(nano_model, groups, grpo, reference=reference), expected)
 
 
 def test_an_importance_cap_weights_the_policy_gradient(nano_model):
