@@ -1,8 +1,8 @@
 """Plain functions of a decoder layer: RMSNorm, SwiGLU, the norm and rotation of queries and keys.
 
 They are differentiable, hold no weights, and run on any device: Triton kernels compute CUDA
-tensors, PyTorch computes the others, and norms of which gradients are wanted. Both compute at least
-in fp32 and round a result once.
+tensors, the C of rows.py those of a CPU, and PyTorch the others, and norms on a GPU of which
+gradients are wanted. All compute at least in fp32 and round a result once.
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 import kernels.qk_norm_rope
 import kernels.rms_norm
 import kernels.swiglu
+from nanorchestra.model import rows
 from nanorchestra.model.rope import Rotation
 
 
@@ -28,6 +29,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / rms(x) * weight of each row (Zhang & Sennrich 2019, eq. 4): x [T, N]."""
     if by_kernel(x) and not torch.is_grad_enabled():
         return kernels.rms_norm.rms_norm(x, weight, eps)
+    if rows.computes(x, x.shape[1]):
+        return rows.rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -35,6 +38,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Returns (rms_norm(sum), sum), where sum is x + residual, rounded: all [T, N]."""
     if by_kernel(x) and not torch.is_grad_enabled():
         return kernels.rms_norm.add_rms_norm(x, residual, weight, eps)
+    if rows.computes(x, x.shape[1]):
+        return rows.add_rms_norm(x, residual, weight, eps)
     summed = x + residual
     return rms_norm(summed, weight, eps), summed
 
@@ -43,6 +48,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) * up (Shazeer 2020): gate_up [T, 2 * F], gate first -> [T, F]."""
     if by_kernel(gate_up):
         return kernels.swiglu.swiglu(gate_up)
+    if rows.computes(gate_up, gate_up.shape[1] // 2):
+        return rows.swiglu(gate_up)
     gate, up = _wide(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -64,18 +71,20 @@ def qk_norm_rope(
         cos, sin = rotation.cos, rotation.sin
         return kernels.qk_norm_rope.qk_norm_rope(qkv, q_norm, k_norm, cos, sin, kv_heads, eps)
     head_dim = 2 * rotation.cos.shape[1]
-    qkv_heads = qkv.unflatten(1, (-1, head_dim))
-    heads = qkv_heads.shape[1] - 2 * kv_heads
-    qk, v = qkv_heads.split((heads + kv_heads, kv_heads), dim=1)
-    # One norm and one rotation for q and k: in a small model, calls cost more than arithmetic.
-    x = _wide(qk)
-    if q_norm is not None:
-        weight = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
-        x = F.rms_norm(x, (head_dim,), None, eps) * weight
-    cos, sin = rotation.whole_heads
-    x = x * cos + x.roll(head_dim // 2, -1) * sin
-    q, k = x.to(qkv.dtype).split((heads, kv_heads), dim=1)
-    return q, k, v
+    if rows.fits_heads(head_dim) and rows.computes(qkv, head_dim):
+        return rows.qk_norm_rope(qkv, q_norm, k_norm, rotation, kv_heads, eps)
+    q, k, v = qkv.unflatten(1, (-1, head_dim)).tensor_split((-2 * kv_heads, -kv_heads), dim=1)
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None]  # [T, 1, D / 2]
+
+    def turned(x, norm):
+        x = _wide(x)
+        if norm is not None:
+            x = F.rms_norm(x, (head_dim,), _wide(norm), eps)
+        first, second = x.chunk(2, dim=-1)
+        x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return x.to(qkv.dtype)
+
+    return turned(q, q_norm), turned(k, k_norm), v
 
 
 def _wide(x) -> Tensor:

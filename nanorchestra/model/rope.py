@@ -9,7 +9,7 @@ one step.
 
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -118,14 +118,3 @@ class Rotation:
 
     cos: Tensor
     sin: Tensor
-
-    @cached_property
-    def whole_heads(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for both halves of a head, fp32 [T, 1, D] each.
-
-        A head x is turned by x * cos + (x with its halves swapped) * sin: the first half of the
-        sines is negative. The first layer makes them, all use them.
-        """
-        cos = torch.cat((self.cos, self.cos), dim=-1)
-        sin = torch.cat((-self.sin, self.sin), dim=-1)
-        return cos[:, None], sin[:, None]

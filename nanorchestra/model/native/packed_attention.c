@@ -34,13 +34,22 @@ typedef struct {
 
 TILES(strip_tile_across, STRIP / LANES, 1)
 
-// out [keys, QUERIES] = rows [keys, dim] x, with x [dim, QUERIES].
+// The queries of a block in whole strips: as many columns of scores are computed.
+static inline long columns_of(const block *b) { return (b->count + STRIP - 1) / STRIP * STRIP; }
+
+// out [keys, columns] = rows [keys, dim] x, with x [dim, columns]; a row of either has QUERIES.
 static void scores_of(const float *rows, long stride, long keys, const float *x, long dim,
-                      float *out) {
+                      long columns, float *out) {
     for (long key = 0; key < keys; key += TILE)
-        for (long i = 0; i < QUERIES; i += PANEL)
-            panel_tile(min(TILE, keys - key), rows + key * stride, stride, x + i, QUERIES,
-                       out + key * QUERIES + i, QUERIES, dim, 0);
+        for (long i = 0; i < columns; i += PANEL) {
+            const float *from = rows + key * stride;
+            float *to = out + key * QUERIES + i;
+            long count = min(TILE, keys - key);
+            if (columns - i < PANEL)
+                strip_tile(count, from, stride, x + i, QUERIES, to, QUERIES, dim, 0);
+            else
+                panel_tile(count, from, stride, x + i, QUERIES, to, QUERIES, dim, 0);
+        }
 }
 
 // out [keys, dim] += weights [keys, QUERIES] rows, with rows [queries, dim].
@@ -79,6 +88,7 @@ static void mask_future(float *scores, long first_key, long keys, long first_que
 
 static void forward_block(const packed *p, const block *b, long head) {
     long dim = p->dim, stride = p->heads * dim, kv_stride = p->kv_heads * dim;
+    long columns = columns_of(b);
     long kv_head = head / (p->heads / p->kv_heads);
     float query[MAX_DIM * QUERIES], scores[KEYS * QUERIES], rescale[QUERIES];
     float running_max[QUERIES], running_sum[QUERIES];
@@ -92,9 +102,9 @@ static void forward_block(const packed *p, const block *b, long head) {
     for (const piece *c = p->pieces + b->first_piece; c < p->pieces + b->last_piece; c++) {
         long keys = c->count;
         long at = c->start * kv_stride + kv_head * dim;
-        scores_of(p->k + at, kv_stride, keys, query, dim, scores);
+        scores_of(p->k + at, kv_stride, keys, query, dim, columns, scores);
         if (c->own) mask_future(scores, c->start, keys, b->start);
-        for (long i = 0; i < QUERIES; i += LANES) {
+        for (long i = 0; i < columns; i += LANES) {
             floats *old_max = (floats *)(running_max + i), new_max = *old_max;
             for (long key = 0; key < keys; key++)
                 new_max = max_of_each(*(floats *)(scores + key * QUERIES + i), new_max);
@@ -125,6 +135,7 @@ static void forward_block(const packed *p, const block *b, long head) {
 //     grad_q = grad_s k / sqrt(dim),  grad_k = grad_s^T q / sqrt(dim)
 static void backward_block(const packed *p, const block *b, long head) {
     long dim = p->dim, stride = p->heads * dim, kv_stride = p->kv_heads * dim;
+    long columns = columns_of(b);
     long kv_head = head / (p->heads / p->kv_heads);
     long rows_at = b->start * stride + head * dim;
     float query[MAX_DIM * QUERIES], grad[MAX_DIM * QUERIES];
@@ -145,11 +156,11 @@ static void backward_block(const packed *p, const block *b, long head) {
         long keys = c->count;
         long at = c->start * kv_stride + kv_head * dim;
         long grad_at = (head * p->tokens + c->start) * dim;
-        scores_of(p->k + at, kv_stride, keys, query, dim, weights);
+        scores_of(p->k + at, kv_stride, keys, query, dim, columns, weights);
         if (c->own) mask_future(weights, c->start, keys, b->start);
-        scores_of(p->v + at, kv_stride, keys, grad, dim, grads);
+        scores_of(p->v + at, kv_stride, keys, grad, dim, columns, grads);
         for (long key = 0; key < keys; key++)
-            for (long i = 0; i < QUERIES; i += LANES) {
+            for (long i = 0; i < columns; i += LANES) {
                 floats *weight = (floats *)(weights + key * QUERIES + i);
                 floats *of_score = (floats *)(grads + key * QUERIES + i);
                 *weight = exponential(*weight - *(floats *)(lse + i));

@@ -1,0 +1,189 @@
+"""What a decoder layer computes row by row in training on a CPU, in C: native/rows.c.
+
+The functions are those of ops.py, which calls them where `computes` says so, and differentiable. A
+pass over memory reads and writes once what torch's operations read and write several times.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nanorchestra.model.compiler import LARGEST_DIM, compiled
+from nanorchestra.model.rope import Rotation
+
+LANES = 16  # a row is a multiple of it: the largest LANES of native.h
+
+
+def computes(x: Tensor, size: int) -> bool:
+    """Returns True if rows.c computes with x in rows of `size`: on a CPU, in fp32 or bf16.
+
+    bf16 needs a CPU with instructions for it.
+    """
+    return x.device.type == "cpu" and size % LANES == 0 and _library(x.dtype) is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Returns x / rms(x) * weight of each row of x [T, N]."""
+    return _Norm.apply(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns (rms_norm(sum), sum), where sum is x + residual, rounded: all [T, N]."""
+    return _Norm.apply(x, residual, weight, eps)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Returns silu(gate) * up of gate_up [T, 2 * F] -> [T, F]."""
+    return _SwiGLU.apply(gate_up)
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    rotation: Rotation,
+    kv_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q [T, H, D], k [T, Hkv, D] and v [T, Hkv, D] of qkv, as ops.qk_norm_rope does."""
+    return _Heads.apply(qkv, q_norm, k_norm, rotation, kv_heads, eps)
+
+
+def fits_heads(dim: int) -> bool:
+    """Returns True if rows.c rotates heads of `dim`: their halves are rows."""
+    return dim % (2 * LANES) == 0 and dim <= LARGEST_DIM
+
+
+class _Norm(torch.autograd.Function):
+    """Returns the norm of x, or with a residual the norm of their sum, and the sum."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps):
+        x = x.contiguous()
+        out, scales = torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)
+        summed = None
+        if residual is not None:
+            residual, summed = residual.contiguous(), torch.empty_like(x)
+        _call("norm_forward", x, residual, weight, summed, out, scales, *x.shape, eps)
+        ctx.save_for_backward(x if summed is None else summed, weight, scales)
+        return out if summed is None else (out, summed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, grad_summed=None):
+        x, weight, scales = ctx.saved_tensors
+        grad = grad.contiguous()
+        if grad_summed is not None:
+            grad_summed = grad_summed.contiguous()
+        grad_x, sums = torch.empty_like(x), _sums_of_blocks(x, x.shape[1])
+        _call("norm_backward", grad, grad_summed, x, weight, scales, grad_x, sums, *x.shape)
+        grad_residual = grad_x if ctx.needs_input_grad[1] else None
+        return grad_x, grad_residual, sums.sum(0).to(weight.dtype), None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        _call("swiglu_forward", gate_up, out, *out.shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (gate_up,) = ctx.saved_tensors
+        grad_gate_up = torch.empty_like(gate_up)
+        _call("swiglu_backward", grad.contiguous(), gate_up, grad_gate_up, *grad.shape)
+        return grad_gate_up
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, q_norm, k_norm, rotation, kv_heads, eps):
+        qkv = qkv.contiguous()
+        ctx.save_for_backward(qkv, q_norm, k_norm)
+        ctx.rest = rotation, kv_heads, eps
+        dim = 2 * rotation.cos.shape[1]
+        tokens, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
+        q, k, v = (qkv.new_empty(tokens, count, dim) for count in (heads, kv_heads, kv_heads))
+        _call_heads("heads_forward", (qkv, q_norm, k_norm, *ctx.rest), q, k, v)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        qkv, q_norm, k_norm = ctx.saved_tensors
+        grad_qkv = torch.empty_like(qkv)
+        grads = [grad.contiguous() for grad in grads]
+        sums = None
+        if q_norm is not None:
+            sums = _sums_of_blocks(qkv, 2, len(q_norm))
+        given = (qkv, q_norm, k_norm, *ctx.rest)
+        _call_heads("heads_backward", given, *grads, grad_qkv=grad_qkv, grad_norms=sums)
+        of_norms = (None, None) if sums is None else sums.sum(0).to(q_norm.dtype)
+        return grad_qkv, *of_norms, None, None, None
+
+
+class _HeadsArguments(ctypes.Structure):
+    """`heads` of native/rows.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "grad_qkv", "grad_norms")),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "kv_heads", "dim")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+def _call_heads(function, given, q, k, v, **results) -> None:
+    qkv, q_norm, k_norm, rotation, kv_heads, eps = given
+    tensors = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "q": q, "k": k, "v": v, **results}
+    tensors |= {"cos": rotation.cos, "sin": rotation.sin}
+    heads = _HeadsArguments(
+        **{name: None if x is None else x.data_ptr() for name, x in tensors.items()},
+        rows=len(q),
+        heads=q.shape[1],
+        kv_heads=kv_heads,
+        dim=q.shape[2],
+        eps=eps,
+    )
+    getattr(_library(qkv.dtype), function)(ctypes.byref(heads), torch.get_num_threads())
+
+
+def _call(function: str, *arguments: Any) -> None:
+    """Calls a function of rows.c with these arguments, and the number of threads."""
+    call = getattr(_library(arguments[0].dtype), function)
+    call(*map(_in_c, arguments), torch.get_num_threads())
+
+
+def _in_c(value) -> Any:
+    """Returns a tensor's address, or a number, as rows.c takes it; None is NULL."""
+    match value:
+        case Tensor():
+            return ctypes.c_void_p(value.data_ptr())
+        case float():
+            return ctypes.c_float(value)
+        case int():
+            return ctypes.c_long(value)
+
+
+def _sums_of_blocks(x, *size) -> Tensor:
+    """Returns zeros fp32 [blocks, *size], for a sum over each block of x's rows."""
+    blocks = -(-len(x) // _library(x.dtype).rows_of_block())
+    return torch.zeros(blocks, *size)
+
+
+@cache
+def _library(dtype) -> ctypes.CDLL | None:
+    """Returns rows.c for this dtype, or None where it cannot be had."""
+    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+        return compiled("rows.c", "-DBF16")
+    return compiled("rows.c") if dtype == torch.float32 else None
