@@ -148,16 +148,16 @@ def _run_named(word: str) -> Path:
 def prepare_process(config: Config) -> None:
     """Chooses the CPU threads of this process, and what memory it keeps.
 
-    Memory that glibc returns to the system costs a tenth of a step on a CPU in new pages. oneDNN
-    keeps the code of 1,024 products in bfloat16, one for each shape. Packs differ in length, so few
-    are used again, and they grow to gigabytes. To look for garbage in all that has been imported
-    takes 0.2 s, in every second to fourth step.
+    Memory that glibc returns to the system, or takes from it for one tensor alone, costs a tenth of
+    a step on a CPU in new pages. oneDNN keeps the code of 1,024 products in bfloat16, one for each
+    shape. Packs differ in length, so few are used again, and they grow to gigabytes. To look for
+    garbage in all that has been imported takes 0.2 s, in every second to fourth step.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")  # read at the first product
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     torch.set_num_threads(config.run.threads or max(1, cores))
     mallopt = ctypes.CDLL(None).mallopt
-    mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its maximum
+    mallopt(-4, 0)  # M_MMAP_MAX: no tensor has pages of its own
     mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     gc.freeze()
     atexit.register(gc.unfreeze)  # nanobind would report at the end what is not collected
