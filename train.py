@@ -327,7 +327,7 @@ def policy_update(
         trainer_logprobs, entropy, kl = trainer.logprobs(batch, temperature, kind, grpo.min_entropy)
         # The trainer's before this step: with one update, those of now.
         first_logprobs = batch.first_logprobs if grpo.mini_batch else trainer_logprobs.detach()
-        losses, terms = policy_loss(trainer_logprobs, first_logprobs, kl, batch, grpo)
+        losses, terms = policy_loss(trainer_logprobs, first_logprobs, entropy, kl, batch, grpo)
         loss = losses.sum() / loss_ids  # a share of the mean; without ids 0, and it has a graph
         backward(loss, trainer.model, trainer.ranks, last=batch is micro_batches[-1])
 
@@ -342,6 +342,7 @@ def policy_update(
 def policy_loss(
     trainer_logprobs: Tensor,
     first_logprobs: Tensor,
+    entropy: Tensor,
     kl: Tensor | None,
     batch: MicroBatch,
     grpo: GrpoSection,
@@ -353,13 +354,16 @@ def policy_loss(
     gradient is that of -A v log pi, plus that of the KL term. They are for the later updates of a
     step.
 
-    trainer_logprobs, first_logprobs (the trainer's before the first update of the step) and kl are
-    fp32 [N]. Gradients flow into trainer_logprobs and kl, with grpo.min_entropy at some ids only.
-    Terms, each [N]: `clip_fraction`, 1 where the clip stops the id's gradient (the dual clip is not
-    counted); `kl`; and with an importance cap `importance`, the weight v.
+    trainer_logprobs, first_logprobs (the trainer's before the first update of the step), entropy
+    and kl are fp32 [N]. Gradients flow into trainer_logprobs and kl. Terms, each [N]:
+    `clip_fraction`, 1 where the clip stops the id's gradient (the dual clip is not counted); `kl`;
+    and with an importance cap `importance`, the weight v.
     """
     objective = OBJECTIVES[grpo.objective]
     advantages = batch.advantages
+    if grpo.min_entropy:  # an id counts where the policy chooses; the KL of others is 0 already
+        advantages = torch.where(entropy >= grpo.min_entropy, advantages, 0.0)
+
     # pi_old, the policy before this step: as the trainer computes it, or if there is one update and
     # no weight v that corrects for the sampler, as the sampler did.
     old_logprobs = batch.sampler_logprobs

@@ -13,6 +13,7 @@ import kernels.qk_norm_rope
 import kernels.rms_norm
 import kernels.swiglu
 from nanorchestra.model import rows
+from nanorchestra.model.compiler import LARGEST_DIM
 from nanorchestra.model.rope import Rotation
 
 
@@ -29,7 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Returns x / rms(x) * weight of each row (Zhang & Sennrich 2019, eq. 4): x [T, N]."""
     if by_kernel(x) and not torch.is_grad_enabled():
         return kernels.rms_norm.rms_norm(x, weight, eps)
-    if rows.computes(x, x.shape[1]):
+    if rows.computes(len(weight), x, weight):
         return rows.rms_norm(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -38,7 +39,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Returns (rms_norm(sum), sum), where sum is x + residual, rounded: all [T, N]."""
     if by_kernel(x) and not torch.is_grad_enabled():
         return kernels.rms_norm.add_rms_norm(x, residual, weight, eps)
-    if rows.computes(x, x.shape[1]):
+    if rows.computes(len(weight), x, residual, weight):
         return rows.add_rms_norm(x, residual, weight, eps)
     summed = x + residual
     return rms_norm(summed, weight, eps), summed
@@ -48,7 +49,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """Returns silu(gate) * up (Shazeer 2020): gate_up [T, 2 * F], gate first -> [T, F]."""
     if by_kernel(gate_up):
         return kernels.swiglu.swiglu(gate_up)
-    if rows.computes(gate_up, gate_up.shape[1] // 2):
+    if rows.computes(gate_up.shape[1] // 2, gate_up):
         return rows.swiglu(gate_up)
     gate, up = _wide(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
@@ -71,7 +72,7 @@ def qk_norm_rope(
         cos, sin = rotation.cos, rotation.sin
         return kernels.qk_norm_rope.qk_norm_rope(qkv, q_norm, k_norm, cos, sin, kv_heads, eps)
     head_dim = 2 * rotation.cos.shape[1]
-    if rows.fits_heads(head_dim) and rows.computes(qkv, head_dim):
+    if head_dim <= LARGEST_DIM and rows.computes(head_dim // 2, qkv, q_norm, k_norm):
         return rows.qk_norm_rope(qkv, q_norm, k_norm, rotation, kv_heads, eps)
     q, k, v = qkv.unflatten(1, (-1, head_dim)).tensor_split((-2 * kv_heads, -kv_heads), dim=1)
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]  # [T, 1, D / 2]

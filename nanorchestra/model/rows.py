@@ -1,31 +1,32 @@
 """What a decoder layer computes row by row in training on a CPU, in C: native/rows.c.
 
-The functions are those of ops.py, which calls them where `computes` says so, and differentiable. A
-pass over memory reads and writes once what torch's operations read and write several times.
+The functions are those of ops.py, which calls them where `computes` says so. They are
+differentiable, and read and write memory once where torch's operations do so several times.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanorchestra.model.compiler import LARGEST_DIM, compiled
+from nanorchestra.model.compiler import compiled
 from nanorchestra.model.rope import Rotation
 
-LANES = 16  # a row is a multiple of it: the largest LANES of native.h
+LANES = 16  # numbers that are computed together: the largest LANES of native.h
 
 
-def computes(x: Tensor, size: int) -> bool:
-    """Returns True if rows.c computes with x in rows of `size`: on a CPU, in fp32 or bf16.
+def computes(size: int, x: Tensor, *others: Tensor | None) -> bool:
+    """Returns True if rows.c computes with x [T, ...] in parts of `size`, and the other tensors.
 
-    bf16 needs a CPU with instructions for it.
+    They are on a CPU and in one dtype: fp32, or bf16 if the CPU has instructions for it.
     """
-    return x.device.type == "cpu" and size % LANES == 0 and _library(x.dtype) is not None
+    same = all(y is None or (y.dtype, y.device) == (x.dtype, x.device) for y in others)
+    fits = x.dim() == 2 and x.device.type == "cpu" and size % LANES == 0
+    return fits and same and _library(x.dtype) is not None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,17 +56,12 @@ def qk_norm_rope(
     return _Heads.apply(qkv, q_norm, k_norm, rotation, kv_heads, eps)
 
 
-def fits_heads(dim: int) -> bool:
-    """Returns True if rows.c rotates heads of `dim`: their halves are rows."""
-    return dim % (2 * LANES) == 0 and dim <= LARGEST_DIM
-
-
 class _Norm(torch.autograd.Function):
     """Returns the norm of x, or with a residual the norm of their sum, and the sum."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps):
-        x = x.contiguous()
+        x, weight = x.contiguous(), weight.contiguous()
         out, scales = torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)
         summed = None
         if residual is not None:
@@ -109,6 +105,8 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, q_norm, k_norm, rotation, kv_heads, eps):
         qkv = qkv.contiguous()
+        if q_norm is not None:
+            q_norm, k_norm = q_norm.contiguous(), k_norm.contiguous()
         ctx.save_for_backward(qkv, q_norm, k_norm)
         ctx.rest = rotation, kv_heads, eps
         dim = 2 * rotation.cos.shape[1]
@@ -133,7 +131,7 @@ class _Heads(torch.autograd.Function):
 
 
 class _HeadsArguments(ctypes.Structure):
-    """`heads` of native/rows.c."""
+    """`head_rows` of native/rows.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cos", "sin")),
@@ -146,9 +144,9 @@ class _HeadsArguments(ctypes.Structure):
 def _call_heads(function, given, q, k, v, **results) -> None:
     qkv, q_norm, k_norm, rotation, kv_heads, eps = given
     tensors = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "q": q, "k": k, "v": v, **results}
-    tensors |= {"cos": rotation.cos, "sin": rotation.sin}
+    tensors |= {"cos": rotation.cos.contiguous(), "sin": rotation.sin.contiguous()}
     heads = _HeadsArguments(
-        **{name: None if x is None else x.data_ptr() for name, x in tensors.items()},
+        **{name: _address(tensor) for name, tensor in tensors.items()},
         rows=len(q),
         heads=q.shape[1],
         kv_heads=kv_heads,
@@ -158,32 +156,39 @@ def _call_heads(function, given, q, k, v, **results) -> None:
     getattr(_library(qkv.dtype), function)(ctypes.byref(heads), torch.get_num_threads())
 
 
-def _call(function: str, *arguments: Any) -> None:
+def _call(function: str, *arguments: Tensor | float | None) -> None:
     """Calls a function of rows.c with these arguments, and the number of threads."""
     call = getattr(_library(arguments[0].dtype), function)
-    call(*map(_in_c, arguments), torch.get_num_threads())
+    numbers = (int, float)
+    call(
+        *(x if isinstance(x, numbers) else _address(x) for x in arguments), torch.get_num_threads()
+    )
 
 
-def _in_c(value) -> Any:
-    """Returns a tensor's address, or a number, as rows.c takes it; None is NULL."""
-    match value:
-        case Tensor():
-            return ctypes.c_void_p(value.data_ptr())
-        case float():
-            return ctypes.c_float(value)
-        case int():
-            return ctypes.c_long(value)
+def _address(tensor) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _sums_of_blocks(x, *size) -> Tensor:
     """Returns zeros fp32 [blocks, *size], for a sum over each block of x's rows."""
     blocks = -(-len(x) // _library(x.dtype).rows_of_block())
-    return torch.zeros(blocks, *size)
+    return x.new_zeros(blocks, *size, dtype=torch.float32)
 
 
 @cache
 def _library(dtype) -> ctypes.CDLL | None:
     """Returns rows.c for this dtype, or None where it cannot be had."""
     if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
-        return compiled("rows.c", "-DBF16")
-    return compiled("rows.c") if dtype == torch.float32 else None
+        loaded = compiled("rows.c", "-DBF16")
+    elif dtype == torch.float32:
+        loaded = compiled("rows.c")
+    else:
+        return None
+    if loaded is not None:
+        pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        last = size, size, number
+        loaded.norm_forward.argtypes = [*[pointer] * 6, size, size, ctypes.c_float, number]
+        loaded.norm_backward.argtypes = [*[pointer] * 7, *last]
+        loaded.swiglu_forward.argtypes = [*[pointer] * 2, *last]
+        loaded.swiglu_backward.argtypes = [*[pointer] * 3, *last]
+    return loaded

@@ -4,8 +4,9 @@ train.py has the updates themselves; this file has the parts that they are made 
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -173,21 +174,21 @@ class Trainer:
         without it. Gradients flow from log-probabilities and KL, of ids whose entropy is at least
         min_entropy alone; the KL of the others is not computed, and 0.
         """
-        options = {"temperature": temperature, "vocab_limit": self.vocab_limit}
+        head = partial(token_logprobs, temperature=temperature, vocab_limit=self.vocab_limit)
         hidden, weight = hidden_states(self.model, batch), self.model.output_weight
         frozen = self._frozen_states(batch) if kl else None
         if not min_entropy:
-            return _with_kl((hidden, weight), batch.targets, frozen, kl, options)
+            return _with_kl(head, (hidden, weight), batch.targets, frozen, kl)
         with torch.no_grad():
-            logprobs, entropy, _ = token_logprobs(hidden, weight, batch.targets, **options)
-        rows = (entropy >= min_entropy).nonzero()[:, 0]
-        policy = F.embedding(rows, hidden), weight
+            logprobs, entropy, _ = head(hidden, weight, batch.targets)
+        chosen = (entropy >= min_entropy).nonzero()[:, 0]
         if frozen:
-            frozen = frozen[0][rows], frozen[1]
-        learnt, _, divergence = _with_kl(policy, batch.targets[rows], frozen, kl, options)
+            frozen = frozen[0][chosen], frozen[1]
+        policy, targets = (hidden[chosen], weight), batch.targets[chosen]
+        learnt, _, divergence = _with_kl(head, policy, targets, frozen, kl)
         if divergence is not None:
-            divergence = torch.zeros_like(logprobs).index_copy(0, rows, divergence)
-        return logprobs.index_copy(0, rows, learnt), entropy, divergence
+            divergence = torch.zeros_like(logprobs).index_copy(0, chosen, divergence)
+        return logprobs.index_copy(0, chosen, learnt), entropy, divergence
 
     @torch.no_grad()
     def _frozen_states(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -302,22 +303,22 @@ class Trainer:
 
 
 def _with_kl(
+    head: Callable[..., tuple[Tensor, Tensor, Tensor | None]],
     policy: tuple[Tensor, Tensor],
     targets: Tensor,
     reference: tuple[Tensor, Tensor] | None,
     kl: Literal["full", "k2"] | None,
-    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns log-probabilities, entropies and KL, as `Trainer.logprobs` does, of given states.
+    """Returns log-probabilities, entropies and KL of given states, as `Trainer.logprobs` does.
 
-    policy and reference: hidden states [N, hidden] and the output matrix. options: those of
-    token_logprobs.
+    head: token_logprobs with its options. policy and reference: hidden states [N, hidden] and the
+    output matrix.
     """
     if kl != "k2":
-        return token_logprobs(*policy, targets, reference=reference, **options)
+        return head(*policy, targets, reference=reference)
     with torch.no_grad():
-        ref_logprobs, _, _ = token_logprobs(*reference, targets, **options)
-    logprobs, entropy, _ = token_logprobs(*policy, targets, **options)
+        ref_logprobs, _, _ = head(*reference, targets)
+    logprobs, entropy, _ = head(*policy, targets)
     return logprobs, entropy, (logprobs - ref_logprobs).square() / 2
 
 

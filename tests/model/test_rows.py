@@ -31,14 +31,22 @@ def check(function, inputs, grads, dtype):
         assert (ours.double() - expected).norm() <= ROUNDING[dtype] * expected.norm()
 
 
-@pytest.fixture(params=ROUNDING, autouse=True)
+@pytest.fixture(params=ROUNDING)
 def dtype(request):
-    if not rows.computes(torch.ones(1, 16, dtype=request.param), 16):
+    if rows._library(request.param) is None:
         pytest.skip("without a compiler, or instructions for bfloat16")
     return request.param
 
 
-@pytest.mark.parametrize("tokens, size", [(1, 16), (70, 48), (33, 576)])
+@pytest.fixture(params=["in C", "in torch"])
+def where(request, monkeypatch):
+    """Where the functions of ops.py compute."""
+    if request.param == "in torch":
+        monkeypatch.setattr(rows, "computes", lambda *given: False)
+
+
+@pytest.mark.parametrize("tokens, size", [(0, 16), (1, 16), (70, 48), (33, 576)])
+@pytest.mark.usefixtures("where")
 def test_norms_and_swiglu_and_their_gradients_are_exact(dtype, tokens, size):
     x, residual, grad, grad_summed = (
         randn(tokens, size, seed=seed, dtype=dtype) for seed in range(4)
@@ -51,6 +59,7 @@ def test_norms_and_swiglu_and_their_gradients_are_exact(dtype, tokens, size):
 
 
 @pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.usefixtures("where")
 def test_the_norm_and_rotation_of_heads_and_their_gradients_are_exact(dtype, normed):
     tokens, heads, kv_heads, dim = 70, 5, 2, 32
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim, seed=0, dtype=dtype)
@@ -79,7 +88,7 @@ def test_large_gates_neither_overflow_nor_lose_their_sign(dtype):
 
 
 def test_gradients_have_the_same_bits_on_any_number_of_threads(dtype):
-    x, grad = (randn(200, 64, seed=seed, dtype=dtype) for seed in (0, 1))
+    x, grad = (randn(2000, 64, seed=seed, dtype=dtype) for seed in (0, 1))
     weight, threads, seen = randn(64, seed=2, dtype=dtype), torch.get_num_threads(), set()
     try:
         for count in (1, 2, 3):

@@ -32,7 +32,8 @@ def batch_of(lengths, advantages, sampler):
 
 def loss_of(logprobs, batch, grpo):
     """The sum of the losses at each id."""
-    losses, _ = policy_loss(logprobs, logprobs.detach(), None, batch, grpo)
+    ones = torch.ones_like(logprobs)
+    losses, _ = policy_loss(logprobs, logprobs.detach(), ones, None, batch, grpo)
     return losses.sum()
 
 

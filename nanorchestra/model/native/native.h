@@ -1,4 +1,4 @@
-// Numbers, loops that threads share, and products of tiles, for native.c and packed_attention.c.
+// Numbers, loops that threads share, and products of tiles, for the files of C here.
 
 #include <math.h>
 #include <sched.h>

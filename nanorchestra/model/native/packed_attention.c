@@ -70,11 +70,11 @@ static void add_by_query(const float *weights, long queries, const float *rows, 
                               stride, out + query * out_stride + i, out_stride, keys, 1);
 }
 
-// out [dim, QUERIES] = rows [count, dim]^T times scale; 0 beyond count.
-static void transpose(const float *rows, long stride, long count, long dim, float scale,
-                      float *out) {
+// out [dim, columns] = rows [count, dim]^T times scale; 0 beyond count.
+static void transpose(const float *rows, long stride, long count, long columns, long dim,
+                      float scale, float *out) {
     for (long i = 0; i < dim; i++)
-        for (long j = 0; j < QUERIES; j++)
+        for (long j = 0; j < columns; j++)
             out[i * QUERIES + j] = j < count ? rows[j * stride + i] * scale : 0;
 }
 
@@ -93,7 +93,8 @@ static void forward_block(const packed *p, const block *b, long head) {
     float query[MAX_DIM * QUERIES], scores[KEYS * QUERIES], rescale[QUERIES];
     float running_max[QUERIES], running_sum[QUERIES];
     float *out = p->out + b->start * stride + head * dim;
-    transpose(p->q + b->start * stride + head * dim, stride, b->count, dim, 1 / sqrtf(dim), query);
+    transpose(p->q + b->start * stride + head * dim, stride, b->count, columns, dim,
+              1 / sqrtf(dim), query);
     for (long i = 0; i < QUERIES; i++) {
         running_max[i] = -1e30f;
         running_sum[i] = 0;
@@ -141,8 +142,8 @@ static void backward_block(const packed *p, const block *b, long head) {
     float query[MAX_DIM * QUERIES], grad[MAX_DIM * QUERIES];
     float weights[KEYS * QUERIES], grads[KEYS * QUERIES], lse[QUERIES] = {0}, delta[QUERIES] = {0};
     float scale = 1 / sqrtf(dim);
-    transpose(p->q + rows_at, stride, b->count, dim, scale, query);
-    transpose(p->grad + rows_at, stride, b->count, dim, 1, grad);
+    transpose(p->q + rows_at, stride, b->count, columns, dim, scale, query);
+    transpose(p->grad + rows_at, stride, b->count, columns, dim, 1, grad);
     for (long i = 0; i < b->count; i++) {
         const float *of_out = p->grad + rows_at + i * stride, *out = p->out + rows_at + i * stride;
         lse[i] = p->lse[(b->start + i) * p->heads + head];

@@ -1,5 +1,6 @@
-// What a decoder layer computes row by row in training on a CPU, forward and backward: rows.py has
-// the formulas. Numbers are of type `element`; arithmetic is in float32, a result is rounded once.
+// What a decoder layer computes row by row in training on a CPU, forward and backward, for rows.py.
+// Numbers are of type `element`; arithmetic is in float32, and a result is rounded once. Sizes are
+// multiples of LANES, of a head half its dim.
 //
 // Gradients of the weights are sums over rows: each block of ROWS rows has its own, which the
 // caller adds up. So no sum depends on how threads share the work.
@@ -23,8 +24,8 @@ static inline float sum_of_lanes(floats x) {
     return sum;
 }
 
-// The blocks of rows, which threads share; the body has rows from `start` to `end`.
-#define BLOCKS(rows, threads)                                                \
+// Does what follows for each row; its `block` is computed by one of `threads` threads.
+#define EACH_ROW(rows)                                                       \
     _Pragma("omp parallel for schedule(static) num_threads(threads)")        \
     for (long block = 0; block < ((rows) + ROWS - 1) / ROWS; block++)        \
         for (long row = block * ROWS; row < min(rows, (block + 1) * ROWS); row++)
@@ -34,7 +35,7 @@ static inline float sum_of_lanes(floats x) {
 void norm_forward(const element *x, const element *residual, const element *weight,
                   element *summed, element *out, float *scales, long rows, long size, float eps,
                   int threads) {
-    BLOCKS(rows, threads) {
+    EACH_ROW(rows) {
         const element *from = (residual ? summed : x) + row * size;
         floats squares = all(0);
         for (long i = 0; i < size; i += LANES) {
@@ -57,7 +58,7 @@ void norm_forward(const element *x, const element *residual, const element *weig
 void norm_backward(const element *grad, const element *grad_summed, const element *x,
                    const element *weight, const float *scales, element *grad_x,
                    float *grad_weight, long rows, long size, int threads) {
-    BLOCKS(rows, threads) {
+    EACH_ROW(rows) {
         const element *g = grad + row * size, *from = x + row * size;
         float *sums = grad_weight + block * size, scale = scales[row];
         floats products = all(0);
@@ -81,7 +82,7 @@ static inline floats sigmoid(floats x) {
 
 // gate_up [rows, 2 * size], gate first -> silu(gate) * up.
 void swiglu_forward(const element *gate_up, element *out, long rows, long size, int threads) {
-    BLOCKS(rows, threads) {
+    EACH_ROW(rows) {
         for (long i = 0; i < size; i += LANES) {
             const element *at = gate_up + row * 2 * size + i;
             floats gate = load(at);
@@ -92,7 +93,7 @@ void swiglu_forward(const element *gate_up, element *out, long rows, long size, 
 
 void swiglu_backward(const element *grad, const element *gate_up, element *grad_gate_up, long rows,
                      long size, int threads) {
-    BLOCKS(rows, threads) {
+    EACH_ROW(rows) {
         for (long i = 0; i < size; i += LANES) {
             const element *at = gate_up + row * 2 * size + i;
             element *to = grad_gate_up + row * 2 * size + i;
@@ -104,35 +105,35 @@ void swiglu_backward(const element *grad, const element *gate_up, element *grad_
 }
 
 // Heads of queries, keys and values. Norms are NULL in a model without them; cos and sin are
-// [rows, dim / 2].
+// [rows, dim / 2]. q, k and v are results of the forward pass, gradients in the backward pass.
 typedef struct {
     const element *qkv;  // [rows, heads + 2 kv_heads, dim]
     const element *q_norm, *k_norm;
     const float *cos, *sin;
-    element *q, *k, *v;  // [rows, heads, dim], [rows, kv_heads, dim] twice: results or gradients
+    element *q, *k, *v;  // [rows, heads, dim], [rows, kv_heads, dim] twice
     element *grad_qkv;
     float *grad_norms;  // [blocks, 2, dim], 0 at first: of q_norm, then of k_norm
     int64_t rows, heads, kv_heads, dim;
     float eps;
-} heads;
+} head_rows;
 
-static inline element *head_of(const heads *h, long row, long head) {
+static inline element *head_of(const head_rows *h, long row, long head) {
     if (head < h->heads) return h->q + (row * h->heads + head) * h->dim;
-    head -= h->heads;
-    element *kv = head < h->kv_heads ? h->k : h->v;
-    return kv + (row * h->kv_heads + head % h->kv_heads) * h->dim;
+    long key = head - h->heads, value = key - h->kv_heads;
+    if (value < 0) return h->k + (row * h->kv_heads + key) * h->dim;
+    return h->v + (row * h->kv_heads + value) * h->dim;
 }
 
-static float scale_of(const heads *h, const element *x) {
+static float scale_of(const head_rows *h, const element *x) {
     floats squares = all(0);
     for (long i = 0; i < h->dim; i += LANES) squares += load(x + i) * load(x + i);
     return 1 / sqrtf(sum_of_lanes(squares) / h->dim + h->eps);
 }
 
 // Norm and rotation of queries and keys; values are copied.
-void heads_forward(const heads *h, int threads) {
+void heads_forward(const head_rows *h, int threads) {
     long half = h->dim / 2, total = h->heads + 2 * h->kv_heads;
-    BLOCKS(h->rows, threads) {
+    EACH_ROW(h->rows) {
         const float *cos = h->cos + row * half, *sin = h->sin + row * half;
         for (long head = 0; head < total; head++) {
             const element *x = h->qkv + (row * total + head) * h->dim;
@@ -158,9 +159,9 @@ void heads_forward(const heads *h, int threads) {
 }
 
 // A rotation's gradient is the rotation back; a norm's is as in norm_backward.
-void heads_backward(const heads *h, int threads) {
+void heads_backward(const head_rows *h, int threads) {
     long half = h->dim / 2, total = h->heads + 2 * h->kv_heads;
-    BLOCKS(h->rows, threads) {
+    EACH_ROW(h->rows) {
         const float *cos = h->cos + row * half, *sin = h->sin + row * half;
         for (long head = 0; head < total; head++) {
             const element *grad = head_of(h, row, head);
