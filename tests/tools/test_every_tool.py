@@ -362,7 +362,7 @@ CASES = [(kind, how) for kind in ALL for how in kind.ends]
 
 @pytest.mark.parametrize("kind, how", CASES, ids=lambda each: getattr(each, "name", each))
 def test_whatever_is_behind_a_tool_its_call_ends_in_a_bounded_observation(bench, kind, how):
-    tool = bench.open(kind, timeout_s=1.0 if how in ("hangs", "stuck") else 10.0)
+    tool = bench.open(kind, timeout_s=2.0 if how in ("hangs", "stuck") else 10.0)
     most_usd = bench.most_usd(kind.arguments(bench))
     arguments = kind.arguments(bench, how)
     start = time.monotonic()
