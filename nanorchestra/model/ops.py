@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if by_kernel(x) and not torch.is_grad_enabled():
         return kernels.rms_norm.rms_norm(x, weight, eps)
     if rows.computes(len(weight), x, weight):
-        return rows.rms_norm(x, weight, eps)
+        return rows.norm(x, None, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -40,7 +40,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if by_kernel(x) and not torch.is_grad_enabled():
         return kernels.rms_norm.add_rms_norm(x, residual, weight, eps)
     if rows.computes(len(weight), x, residual, weight):
-        return rows.add_rms_norm(x, residual, weight, eps)
+        return rows.norm(x, residual, weight, eps)
     summed = x + residual
     return rms_norm(summed, weight, eps), summed
 

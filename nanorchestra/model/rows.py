@@ -1,7 +1,7 @@
 """What a decoder layer computes row by row in training on a CPU, in C: native/rows.c.
 
-The functions are those of ops.py, which calls them where `computes` says so. They are
-differentiable, and read and write memory once where torch's operations do so several times.
+ops.py describes the functions, and takes these where `computes` says so. They read and write memory
+once where torch's operations do so several times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanorchestra.model.compiler import compiled
-from nanorchestra.model.rope import Rotation
 
 LANES = 16  # numbers that are computed together: the largest LANES of native.h
 
@@ -29,35 +28,8 @@ def computes(size: int, x: Tensor, *others: Tensor | None) -> bool:
     return fits and same and _library(x.dtype) is not None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns x / rms(x) * weight of each row of x [T, N]."""
-    return _Norm.apply(x, None, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns (rms_norm(sum), sum), where sum is x + residual, rounded: all [T, N]."""
-    return _Norm.apply(x, residual, weight, eps)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Returns silu(gate) * up of gate_up [T, 2 * F] -> [T, F]."""
-    return _SwiGLU.apply(gate_up)
-
-
-def qk_norm_rope(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    rotation: Rotation,
-    kv_heads: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q [T, H, D], k [T, Hkv, D] and v [T, Hkv, D] of qkv, as ops.qk_norm_rope does."""
-    return _Heads.apply(qkv, q_norm, k_norm, rotation, kv_heads, eps)
-
-
 class _Norm(torch.autograd.Function):
-    """Returns the norm of x, or with a residual the norm of their sum, and the sum."""
+    """ops.add_rms_norm of (x, residual, weight, eps); without a residual ops.rms_norm of x."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps):
@@ -84,6 +56,8 @@ class _Norm(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
+    """ops.swiglu, of the same arguments."""
+
     @staticmethod
     def forward(ctx, gate_up):
         gate_up = gate_up.contiguous()
@@ -102,6 +76,8 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Heads(torch.autograd.Function):
+    """ops.qk_norm_rope, of the same arguments."""
+
     @staticmethod
     def forward(ctx, qkv, q_norm, k_norm, rotation, kv_heads, eps):
         qkv = qkv.contiguous()
@@ -128,6 +104,9 @@ class _Heads(torch.autograd.Function):
         _call_heads("heads_backward", given, *grads, grad_qkv=grad_qkv, grad_norms=sums)
         of_norms = (None, None) if sums is None else sums.sum(0).to(q_norm.dtype)
         return grad_qkv, *of_norms, None, None, None
+
+
+norm, swiglu, qk_norm_rope = _Norm.apply, _SwiGLU.apply, _Heads.apply
 
 
 class _HeadsArguments(ctypes.Structure):
