@@ -3,15 +3,16 @@
 Rows with any parameters, greedy ones too, mix in one batch. The noise of a row is one uniform
 number, a hash of (seed, position): from the same logits a request draws the same token whatever its
 neighbours, after a preemption and after a restart. The token is found by inverting the cumulative
-distribution, first over buckets of the vocabulary, then within one. Only a row with a top-p and no
-top-k is sorted. `draw_tokens` does not wait for a GPU; `score_tokens`, and the lists of what has
-been drawn, do.
+distribution, first over buckets of the vocabulary, then within one; on a CPU in native/sampler.c.
+Only a row with a top-p and no top-k is sorted. `draw_tokens` does not wait for a GPU;
+`score_tokens`, and the lists of what has been drawn, do.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import abc
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +22,10 @@ from torch import Tensor
 
 from nanorchestra.engine.sequence import SamplingParams, TopLogprobs
 from nanorchestra.engine.transfers import to_device
+from nanorchestra.model.compiler import compiled
 
 BUCKET = 64  # ids
+WORTH_THREADS = 2**18  # weights
 # Of splitmix64.
 STEP = np.uint64(0x9E3779B97F4A7C15)
 SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
@@ -81,22 +84,11 @@ def draw_tokens(
     """
     device = logits.device
 
-    # Temperature. A greedy row has 1: its log-probability is at temperature 1.
-    greedy = [p.greedy for p in params]
+    # Weights. A greedy row has temperature 1: its log-probability is that.
+    greedy = np.array([p.greedy for p in params])
     temperature = np.array([1.0 if p.greedy else p.temperature for p in params], np.float32)
     inverse = to_device(1.0 / temperature, device)[:, None]
-    z = logits[:, :num_drawable].float() * inverse  # [R, vocab]
-
-    # Masks.
-    masked = [row for row, mask in enumerate(allowed) if mask is not None]
-    if masked:
-        forbidden = to_device(~np.stack([allowed[row] for row in masked]), device)
-        rows = _index(masked, device)
-        z.index_copy_(0, rows, z.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
-
-    # Softmax, but for its division, of the ids that top-k and top-p keep.
-    z -= z.amax(1, keepdim=True)
-    weights = _weights(z)  # [R, buckets * BUCKET]
+    weights, peaks, peak_ids = _weigh(logits[:, :num_drawable], inverse, allowed)
     truncated = [row for row, p in enumerate(params) if p.truncated]
     by_top_k = [row for row in truncated if params[row].top_k]
     by_sort = [row for row in truncated if not params[row].top_k]
@@ -106,14 +98,13 @@ def draw_tokens(
             kept = _truncate(weights.index_select(0, rows), [params[row] for row in limited])
             weights.index_copy_(0, rows, kept)
 
-    noise = to_device(uniforms([p.seed for p in params], positions), device)[:, None]  # [R, 1]
+    noise = to_device(uniforms([p.seed for p in params], positions), device)[:, None]
     tokens, total = _invert(weights, noise)
-    if any(greedy):
-        most_probable = z.argmax(1, keepdim=True)
-        tokens = torch.where(to_device(np.array(greedy), device)[:, None], most_probable, tokens)
+    if greedy.any():
+        tokens = torch.where(to_device(greedy, device)[:, None], peak_ids, tokens)
 
     # Log-probabilities.
-    logprobs = z.gather(1, tokens).double() - total.log()
+    logprobs = _logprobs(logits, inverse, tokens, peaks, total)
     top_ids, top_logprobs = tokens.new_empty(0, 0), logprobs.new_empty(0, 0)
     reporting = [row for row, p in enumerate(params) if p.top_logprobs]
     if reporting:
@@ -129,11 +120,11 @@ def score_tokens(logits: Tensor, num_drawable: int, targets: Tensor) -> list[flo
 
     Minus infinity for ids from `num_drawable` on.
     """
-    z = logits[:, :num_drawable].float()
-    z = z - z.amax(1, keepdim=True)
-    total = _cumulative(_weights(z).view(len(z), -1, BUCKET))[:, -1]
-    chosen = z.gather(1, targets.clamp(max=num_drawable - 1)[:, None])[:, 0]
-    values = chosen.double() - total.log()
+    one = logits.new_ones(len(logits), 1, dtype=torch.float32)
+    weights, peaks, _ = _weigh(logits[:, :num_drawable], one, [None] * len(logits))
+    _, total = _invert(weights, torch.zeros_like(one, dtype=torch.float64))
+    drawable = targets.clamp(max=num_drawable - 1)[:, None]
+    values = _logprobs(logits, one, drawable, peaks, total)[:, 0]
     return values.masked_fill_(targets >= num_drawable, -torch.inf).tolist()
 
 
@@ -162,12 +153,41 @@ def _index(rows, device) -> Tensor:
     return to_device(np.array(rows, np.int64), device)
 
 
-def _weights(z) -> Tensor:
-    """Returns exp(z) [R, V], filled up to whole buckets with zeros."""
-    rows, vocab = z.shape
-    weights = z.new_zeros(rows, vocab + -vocab % BUCKET)
-    torch.exp(z, out=weights[:, :vocab])
-    return weights
+def _weigh(logits, inverse, allowed) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns exp(x - peak) of x = logits * inverse [R, V], filled up to whole buckets with zeros.
+
+    With it the peak of each row [R, 1], and its first id [R, 1]. Ids outside a row's mask have
+    weight 0, and are no peaks.
+    """
+    rows, vocab = logits.shape
+    weights = inverse.new_empty(rows, vocab + -vocab % BUCKET)
+    library = _library(logits)
+    if library is not None:
+        logits = logits.float()
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        peaks, peak_ids = torch.empty_like(inverse), torch.empty(rows, 1, dtype=torch.int64)
+        masks = (ctypes.c_void_p * rows)(*[None if m is None else m.ctypes.data for m in allowed])
+        library.weigh(
+            *(logits.data_ptr(), logits.stride(0), vocab, inverse.data_ptr(), masks),
+            *(weights.data_ptr(), weights.shape[1], peaks.data_ptr(), peak_ids.data_ptr()),
+            *(rows, _threads(weights)),
+        )
+        return weights, peaks, peak_ids
+    x = logits.float() * inverse
+    masked = [row for row, mask in enumerate(allowed) if mask is not None]
+    if masked:
+        forbidden = to_device(~np.stack([allowed[row] for row in masked]), x.device)
+        rows = _index(masked, x.device)
+        x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
+    peaks, peak_ids = x.max(1, keepdim=True)
+    torch.exp(x.sub_(peaks), out=weights[:, :vocab])
+    weights[:, vocab:] = 0.0
+    return weights, peaks, peak_ids
+
+
+def _logprobs(logits, inverse, tokens, peaks, total) -> Tensor:
+    """Returns the log-probabilities of tokens [R, 1], fp64 [R, 1], with what `_weigh` was given."""
+    return (logits.gather(1, tokens).float() * inverse - peaks).double() - total.log()
 
 
 def _truncate(weights, params) -> Tensor:
@@ -199,8 +219,16 @@ def _invert(weights, noise) -> tuple[Tensor, Tensor]:
     the buckets, 4 and 8, pass it in bucket 1. Its own, 2 and 4, pass the 0.8 that is left at its
     first id: the token is 2.
     """
+    library = _library(weights)
+    if library is not None:
+        tokens, total = torch.empty_like(noise, dtype=torch.int64), torch.empty_like(noise)
+        library.invert(
+            *(weights.data_ptr(), weights.shape[1], noise.data_ptr(), tokens.data_ptr()),
+            *(total.data_ptr(), len(weights), _threads(weights)),
+        )
+        return tokens, total
     buckets = weights.view(len(weights), -1, BUCKET)
-    cumulative = _cumulative(buckets)  # [R, buckets]
+    cumulative = buckets.sum(2).cumsum(1, dtype=torch.float64)  # [R, buckets]
     total = cumulative[:, -1:]
     target = noise * total
     bucket = _first_above(cumulative, target)  # [R, 1]
@@ -208,11 +236,6 @@ def _invert(weights, noise) -> tuple[Tensor, Tensor]:
     inside = buckets.gather(1, bucket[:, :, None].expand(-1, -1, BUCKET))[:, 0]
     cumulative_inside = inside.cumsum(1, dtype=torch.float64)  # [R, BUCKET]
     return _first_above(cumulative_inside, target - before).add_(bucket, alpha=BUCKET), total
-
-
-def _cumulative(buckets) -> Tensor:
-    """Returns the running sums of buckets [R, buckets, BUCKET], fp64 [R, buckets]."""
-    return buckets.sum(2).cumsum(1, dtype=torch.float64)
 
 
 def _first_above(cumulative, target) -> Tensor:
@@ -224,3 +247,27 @@ def _first_above(cumulative, target) -> Tensor:
     target = target.minimum(cumulative[:, -1:] * (1 - 1e-12))
     index = torch.searchsorted(cumulative, target, right=True)
     return index.remainder_(cumulative.shape[1])  # the length, of NaN, becomes 0
+
+
+def _library(x) -> ctypes.CDLL | None:
+    """Returns sampler.c for a tensor on a CPU, or None where it cannot be had."""
+    return _loaded() if x.device.type == "cpu" else None
+
+
+def _threads(weights) -> int:
+    """Returns how many threads weigh or invert: to wake one costs more than few weights do."""
+    return torch.get_num_threads() if weights.numel() >= WORTH_THREADS else 1
+
+
+@cache
+def _loaded() -> ctypes.CDLL | None:
+    library = compiled("sampler.c")
+    if library is not None:
+        pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        matrix = pointer, size
+        library.weigh.argtypes = [
+            *(*matrix, size, pointer, pointer, *matrix),
+            *(pointer, pointer, size, number),
+        ]
+        library.invert.argtypes = [*matrix, pointer, pointer, pointer, size, number]
+    return library

@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from nanorchestra.engine.sampler import draw_tokens, uniforms
+from nanorchestra.engine import sampler
+from nanorchestra.engine.sampler import draw_tokens, score_tokens, uniforms
 from nanorchestra.engine.sequence import SamplingParams
+
+
+@pytest.fixture(autouse=True, params=["C", "torch"])
+def computed_by(request, monkeypatch):
+    """A test runs with sampler.c, and with torch, as on a GPU or without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler, "_library", lambda x: None)
+    elif sampler._library(torch.zeros(1)) is None:
+        pytest.skip("there is no C compiler")
 
 
 def draw(logits: torch.Tensor, params: list[SamplingParams], vocab: int):
@@ -97,3 +107,24 @@ def test_only_allowed_ids_are_drawn_normalised_over_and_reported_as_the_most_pro
         assert draw.logprob == pytest.approx(expected[draw.token], abs=1e-6)
         assert [token for token, _ in draw.top_logprobs] == [140, 3]
         assert dict(draw.top_logprobs) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_row_without_finite_logits_draws_an_id_with_no_finite_logprob_and_harms_no_other():
+    logits = torch.zeros(4, 150)
+    logits[0, 70], logits[1], logits[2, 3] = torch.nan, -torch.inf, torch.inf
+    params = [SamplingParams(seed=row) for row in range(4)]
+    drawn = draw_tokens(logits, 150, params, range(4), [None] * 4)
+    assert drawn.tokens.min() >= 0 and drawn.tokens.max() < 150
+    assert not drawn.logprobs[:3].isfinite().any()
+    assert drawn.logprobs[3].item() == pytest.approx(-math.log(150))
+
+
+def test_a_row_has_the_same_bits_alone_and_beside_others_and_when_it_is_scored():
+    logits = torch.randn(40, 200).to(torch.bfloat16)
+    params = [SamplingParams(seed=row, temperature=float(row % 7 > 0)) for row in range(40)]
+    together = draw_tokens(logits, 197, params, range(40), [None] * 40)
+    for row in range(40):
+        alone = draw_tokens(logits[row][None], 197, [params[row]], [row], [None])
+        assert alone.tokens[0] == together.tokens[row]
+        assert alone.logprobs[0] == together.logprobs[row]
+    assert score_tokens(logits, 197, together.tokens) == together.logprobs.tolist()
