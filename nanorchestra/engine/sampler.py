@@ -84,11 +84,12 @@ def draw_tokens(
     """
     device = logits.device
 
-    # Weights. A greedy row has temperature 1: its log-probability is that.
-    greedy = np.array([p.greedy for p in params])
+    # Softmax, but for its division, of the ids that top-k and top-p keep. A greedy row has
+    # temperature 1: so has its log-probability.
+    greedy = [p.greedy for p in params]
     temperature = np.array([1.0 if p.greedy else p.temperature for p in params], np.float32)
     inverse = to_device(1.0 / temperature, device)[:, None]
-    weights, peaks, peak_ids = _weigh(logits[:, :num_drawable], inverse, allowed)
+    weights, peaks, peak_ids = _weigh(logits[:, :num_drawable], inverse, allowed, any(greedy))
     truncated = [row for row, p in enumerate(params) if p.truncated]
     by_top_k = [row for row in truncated if params[row].top_k]
     by_sort = [row for row in truncated if not params[row].top_k]
@@ -100,8 +101,8 @@ def draw_tokens(
 
     noise = to_device(uniforms([p.seed for p in params], positions), device)[:, None]
     tokens, total = _invert(weights, noise)
-    if greedy.any():
-        tokens = torch.where(to_device(greedy, device)[:, None], peak_ids, tokens)
+    if any(greedy):
+        tokens = torch.where(to_device(np.array(greedy), device)[:, None], peak_ids, tokens)
 
     # Log-probabilities.
     logprobs = _logprobs(logits, inverse, tokens, peaks, total)
@@ -121,8 +122,8 @@ def score_tokens(logits: Tensor, num_drawable: int, targets: Tensor) -> list[flo
     Minus infinity for ids from `num_drawable` on.
     """
     one = logits.new_ones(len(logits), 1, dtype=torch.float32)
-    weights, peaks, _ = _weigh(logits[:, :num_drawable], one, [None] * len(logits))
-    _, total = _invert(weights, torch.zeros_like(one, dtype=torch.float64))
+    weights, peaks, _ = _weigh(logits[:, :num_drawable], one, [None] * len(logits), False)
+    _, total = _invert(weights, torch.zeros_like(one, dtype=torch.float64))  # sums as a draw does
     drawable = targets.clamp(max=num_drawable - 1)[:, None]
     values = _logprobs(logits, one, drawable, peaks, total)[:, 0]
     return values.masked_fill_(targets >= num_drawable, -torch.inf).tolist()
@@ -153,36 +154,43 @@ def _index(rows, device) -> Tensor:
     return to_device(np.array(rows, np.int64), device)
 
 
-def _weigh(logits, inverse, allowed) -> tuple[Tensor, Tensor, Tensor]:
+def _weigh(logits, inverse, allowed, with_ids) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns exp(x - peak) of x = logits * inverse [R, V], filled up to whole buckets with zeros.
 
-    With it the peak of each row [R, 1], and its first id [R, 1]. Ids outside a row's mask have
-    weight 0, and are no peaks.
+    With it the peak of each row [R, 1], and if `with_ids` its first id [R, 1]. Ids outside a row's
+    mask have weight 0, and are no peaks.
     """
     rows, vocab = logits.shape
     weights = inverse.new_empty(rows, vocab + -vocab % BUCKET)
-    library = _library(logits)
-    if library is not None:
-        logits = logits.float()
-        logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        peaks, peak_ids = torch.empty_like(inverse), torch.empty(rows, 1, dtype=torch.int64)
-        masks = (ctypes.c_void_p * rows)(*[None if m is None else m.ctypes.data for m in allowed])
-        library.weigh(
-            *(logits.data_ptr(), logits.stride(0), vocab, inverse.data_ptr(), masks),
-            *(weights.data_ptr(), weights.shape[1], peaks.data_ptr(), peak_ids.data_ptr()),
-            *(rows, _threads(weights)),
-        )
-        return weights, peaks, peak_ids
+    if library := _library(logits.device.type):
+        return weights, *_weigh_in_c(library, weights, logits, inverse, allowed, with_ids)
     x = logits.float() * inverse
     masked = [row for row, mask in enumerate(allowed) if mask is not None]
     if masked:
         forbidden = to_device(~np.stack([allowed[row] for row in masked]), x.device)
-        rows = _index(masked, x.device)
-        x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
-    peaks, peak_ids = x.max(1, keepdim=True)
+        index = _index(masked, x.device)
+        x.index_copy_(0, index, x.index_select(0, index).masked_fill_(forbidden, -torch.inf))
+    peaks = x.amax(1, keepdim=True)
+    peak_ids = x.argmax(1, keepdim=True) if with_ids else None
     torch.exp(x.sub_(peaks), out=weights[:, :vocab])
     weights[:, vocab:] = 0.0
     return weights, peaks, peak_ids
+
+
+def _weigh_in_c(library, weights, logits, inverse, allowed, with_ids):
+    logits = logits.float()
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, vocab = logits.shape
+    peaks = torch.empty_like(inverse)
+    peak_ids = torch.empty(rows, 1, dtype=torch.int64) if with_ids else None
+    masks = (ctypes.c_void_p * rows)(*[None if m is None else m.ctypes.data for m in allowed])
+    library.weigh(
+        *(logits.data_ptr(), logits.stride(0), vocab, inverse.data_ptr(), masks),
+        *(weights.data_ptr(), weights.shape[1], peaks.data_ptr()),
+        *(peak_ids.data_ptr() if with_ids else None, rows, _threads(weights)),
+    )
+    return peaks, peak_ids
 
 
 def _logprobs(logits, inverse, tokens, peaks, total) -> Tensor:
@@ -219,12 +227,11 @@ def _invert(weights, noise) -> tuple[Tensor, Tensor]:
     the buckets, 4 and 8, pass it in bucket 1. Its own, 2 and 4, pass the 0.8 that is left at its
     first id: the token is 2.
     """
-    library = _library(weights)
-    if library is not None:
+    if library := _library(weights.device.type):
         tokens, total = torch.empty_like(noise, dtype=torch.int64), torch.empty_like(noise)
         library.invert(
             *(weights.data_ptr(), weights.shape[1], noise.data_ptr(), tokens.data_ptr()),
-            *(total.data_ptr(), len(weights), _threads(weights)),
+            *(total.data_ptr(), len(noise), _threads(weights)),
         )
         return tokens, total
     buckets = weights.view(len(weights), -1, BUCKET)
@@ -249,25 +256,19 @@ def _first_above(cumulative, target) -> Tensor:
     return index.remainder_(cumulative.shape[1])  # the length, of NaN, becomes 0
 
 
-def _library(x) -> ctypes.CDLL | None:
-    """Returns sampler.c for a tensor on a CPU, or None where it cannot be had."""
-    return _loaded() if x.device.type == "cpu" else None
-
-
 def _threads(weights) -> int:
     """Returns how many threads weigh or invert: to wake one costs more than few weights do."""
     return torch.get_num_threads() if weights.numel() >= WORTH_THREADS else 1
 
 
 @cache
-def _loaded() -> ctypes.CDLL | None:
-    library = compiled("sampler.c")
-    if library is not None:
+def _library(device: str) -> ctypes.CDLL | None:
+    """Returns sampler.c for tensors on a CPU, None for others or where it cannot be had."""
+    library = compiled("sampler.c", f"-DBUCKET={BUCKET}") if device == "cpu" else None
+    if library:
         pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         matrix = pointer, size
-        library.weigh.argtypes = [
-            *(*matrix, size, pointer, pointer, *matrix),
-            *(pointer, pointer, size, number),
-        ]
-        library.invert.argtypes = [*matrix, pointer, pointer, pointer, size, number]
+        results = pointer, pointer, size, number
+        library.weigh.argtypes = [*matrix, size, pointer, pointer, *matrix, *results]
+        library.invert.argtypes = [*matrix, pointer, *results]
     return library
