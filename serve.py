@@ -29,13 +29,11 @@ import json
 import math
 import os
 import re
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from nanorchestra import SamplingParams, formats
 from nanorchestra.agent.loop import Rollout
@@ -71,7 +69,6 @@ from worlds.terminal import (
 
 LEAVE = ("quit", "exit")  # at a prompt
 OLLAMA = "http://localhost:11434/v1"  # where it listens, as it comes
-LISTENS_S = 0.5  # to find out whether it does
 ENDPOINT_CONTEXT = 131072  # ids of a conversation, of which nano's tokenizer makes 1 of 1.6 bytes
 
 
@@ -178,16 +175,10 @@ def check_model(word: str) -> None:
     require(is_endpoint(word) or not re.search(r"@[\w.-]+:\d+(/|$)", word), right)
     if is_endpoint(word) or formats.names_model(word):
         return
-    forms = [
-        "the path of a directory or a .gguf file",
-        "owner/name of the hub, such as Qwen/Qwen3-0.6B",
-        f"{word}@URL of a server, such as {word}@{OLLAMA}",
-    ]
-    address = urlsplit(OLLAMA)
-    with suppress(OSError), socket.create_connection((address.hostname, address.port), LISTENS_S):
-        forms = [f"{word}@{OLLAMA}, where a server listens", forms[1], forms[0]]
     raise UserError(
-        f"--model {word}: no such file; it must be {'; '.join(forms[:2])}; or {forms[2]}"
+        f"--model {word}: no such file; it must be the path of a directory or a .gguf file; "
+        "owner/name of the hub, such as Qwen/Qwen3-0.6B; or "
+        f"{word}@URL of a server, such as {word}@{OLLAMA}"
     )
 
 

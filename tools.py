@@ -119,16 +119,12 @@ class PythonTool(Tool):
 
 @dataclass
 class LookupTool(Tool):
-    """Finds the passages of a corpus that fit a query best, and names their sources.
-
-    `latency_s` None: measured. A world with a virtual clock states it.
-    """
+    """Finds the passages of a corpus that fit a query best, and names their sources."""
 
     name: str
     description: str
     index: Index | RemoteIndex
     usd_per_call: float = 0.0
-    latency_s: float | None = None
     passages: int = 1
     result_words: int = RESULT_WORDS
     replies: Replies = UNRECORDED
@@ -164,7 +160,7 @@ class LookupTool(Tool):
         except Exception as error:  # a device, a file: the query is text, whatever it says
             seconds = time.monotonic() - start
             return failed(self.name, error, infrastructure=True, seconds=seconds)
-        seconds = time.monotonic() - start if self.latency_s is None else self.latency_s
+        seconds = time.monotonic() - start
         passages = [f"{hit.text} [{hit.source}]" if hit.source else hit.text for hit in hits]
         text = "\n".join(passages) or "nothing found"
         best_last = {"documents": passages[::-1]}

@@ -36,10 +36,7 @@ REQUEST_COUNTS: ContextVar[RequestCounts | None] = ContextVar("request_counts", 
 
 @contextmanager
 def in_attempt(seed: int) -> Iterator[None]:
-    """Marks what runs inside as an attempt with this seed, or as a part of the attempt it is in."""
-    if REQUEST_COUNTS.get():
-        yield
-        return
+    """Marks what runs inside as an attempt with this seed."""
     token = REQUEST_COUNTS.set(RequestCounts(seed))
     try:
         yield

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.paged_decode import SplitScratch, decode_attention
 from kernels.paged_prefill import prefill_attention
 from kernels.qk_norm_rope import qk_norm_rope_store
 from nanorchestra.engine.step_inputs import StepInputs
+from nanorchestra.model.attention import attend_at_the_end
 from nanorchestra.model.ops import qk_norm_rope
 from nanorchestra.model.qwen3 import SelfAttention
 from nanorchestra.model.rope import Rotation
@@ -129,12 +129,6 @@ class GatheredAttention:
         for query, chunk in zip(queries, self.chunks, strict=True):
             end = chunk.start + chunk.count
             pages = list(chunk.block_table)
-            k = k_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]  # [1, Hkv, end, D]
-            v = v_cache[pages].transpose(0, 1).flatten(1, 2)[None, :, :end]
-            mask = torch.ones(chunk.count, end, dtype=torch.bool, device=q.device)
-            mask = mask.tril(chunk.start)  # a query sees the keys up to its own position
-            out = F.scaled_dot_product_attention(
-                query.transpose(0, 1)[None], k, v, mask, enable_gqa=True
-            )
-            outputs.append(out[0].transpose(0, 1))  # [count, H, D]
+            k, v = (x[pages].transpose(1, 2).flatten(0, 1)[:end] for x in (k_cache, v_cache))
+            outputs.append(attend_at_the_end(query, k, v))  # [count, H, D]
         return torch.cat(outputs)

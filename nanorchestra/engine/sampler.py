@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanorchestra.engine.sequence import SamplingParams, TopLogprobs
 from nanorchestra.engine.transfers import to_device
-from nanorchestra.model.compiler import compiled
+from nanorchestra.model.compiler import address, compiled
 
 BUCKET = 64  # ids
 WORTH_THREADS = 2**18  # weights
@@ -188,7 +188,7 @@ def _weigh_in_c(library, weights, logits, inverse, allowed, with_ids):
     library.weigh(
         *(logits.data_ptr(), logits.stride(0), vocab, inverse.data_ptr(), masks),
         *(weights.data_ptr(), weights.shape[1], peaks.data_ptr()),
-        *(peak_ids.data_ptr() if with_ids else None, rows, _threads(weights)),
+        *(address(peak_ids), rows, _threads(weights)),
     )
     return peaks, peak_ids
 

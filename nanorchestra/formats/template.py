@@ -19,8 +19,8 @@ from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json, read_text
 from nanorchestra.model.checkpoint import stated_eos_ids
 from nanorchestra.model.parser import CALL, THINK, THINK_END
-from nanorchestra.model.tokenizer import Tokenizer, whole_characters
-from nanorchestra.schemas import Json
+from nanorchestra.model.tokenizer import Tokenizer
+from nanorchestra.schemas import Json, whole_characters
 
 
 class TemplateFormat:

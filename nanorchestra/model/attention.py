@@ -127,12 +127,12 @@ def attend_by_segment(q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span]) ->
         values.append(v[span.key_start : span.key_end])
         if span.causal:  # the last of its segment
             queries = q[span.start : span.end]
-            outputs.append(_attend_at_the_end(queries, torch.cat(keys), torch.cat(values)))
+            outputs.append(attend_at_the_end(queries, torch.cat(keys), torch.cat(values)))
             keys, values = [], []
     return torch.cat(outputs)
 
 
-def _attend_at_the_end(q, k, v) -> Tensor:
+def attend_at_the_end(q, k, v) -> Tensor:
     """Returns the causal attention of the last len(q) tokens of a sequence with keys k."""
     mask = q.new_ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
     heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))

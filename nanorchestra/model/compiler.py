@@ -11,6 +11,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+
 SOURCES = Path(__file__).with_name("native")
 LARGEST_DIM = 256  # of a head, MAX_DIM of native.h
 COMMAND = "cc -O3 -march=native -fopenmp -fPIC -shared"
@@ -40,6 +42,18 @@ def compiled(name: str, *options: str) -> ctypes.CDLL | None:
             reason = f"{command[0]}: {_first_error(error.stderr)}"
         print(f"{name} cannot be compiled, so torch computes: {reason}", file=sys.stderr)
         return None
+
+
+def compiled_for(dtype: torch.dtype, name: str) -> ctypes.CDLL | None:
+    """Returns a C file that computes in fp32, or in bf16 if the CPU has instructions for it."""
+    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
+        return compiled(name, "-DBF16")
+    return compiled(name) if dtype == torch.float32 else None
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    """Returns where a tensor's numbers lie, for a C function; None for NULL."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _cpu_features() -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanorchestra.model.compiler import compiled
+from nanorchestra.model.compiler import address, compiled_for
 
 LANES = 16  # numbers that are computed together: the largest LANES of native.h
 
@@ -125,7 +125,7 @@ def _call_heads(function, given, q, k, v, **results) -> None:
     tensors = {"qkv": qkv, "q_norm": q_norm, "k_norm": k_norm, "q": q, "k": k, "v": v, **results}
     tensors |= {"cos": rotation.cos.contiguous(), "sin": rotation.sin.contiguous()}
     heads = _HeadsArguments(
-        **{name: _address(tensor) for name, tensor in tensors.items()},
+        **{name: address(tensor) for name, tensor in tensors.items()},
         rows=len(q),
         heads=q.shape[1],
         kv_heads=kv_heads,
@@ -139,13 +139,7 @@ def _call(function: str, *arguments: Tensor | float | None) -> None:
     """Calls a function of rows.c with these arguments, and the number of threads."""
     call = getattr(_library(arguments[0].dtype), function)
     numbers = (int, float)
-    call(
-        *(x if isinstance(x, numbers) else _address(x) for x in arguments), torch.get_num_threads()
-    )
-
-
-def _address(tensor) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    call(*(x if isinstance(x, numbers) else address(x) for x in arguments), torch.get_num_threads())
 
 
 def _sums_of_blocks(x, *size) -> Tensor:
@@ -157,12 +151,7 @@ def _sums_of_blocks(x, *size) -> Tensor:
 @cache
 def _library(dtype) -> ctypes.CDLL | None:
     """Returns rows.c for this dtype, or None where it cannot be had."""
-    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
-        loaded = compiled("rows.c", "-DBF16")
-    elif dtype == torch.float32:
-        loaded = compiled("rows.c")
-    else:
-        return None
+    loaded = compiled_for(dtype, "rows.c")
     if loaded is not None:
         pointer, size, number = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         last = size, size, number

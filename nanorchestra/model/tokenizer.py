@@ -20,7 +20,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from nanorchestra.errors import require
 from nanorchestra.files import read_text, read_toml, write_whole
 from nanorchestra.model.chat import NoFormat, Qwen3Format
-from nanorchestra.schemas import Json
+from nanorchestra.schemas import Json, whole_characters
 
 QWEN3 = read_toml(Path(__file__).with_name("tokens.toml"))
 SPECIAL_TOKENS, TEXT_TOKENS = QWEN3["special"], QWEN3["text"]  # `skip_special` drops the first
@@ -184,11 +184,6 @@ class Tokenizer:
         files = {"tokenizer.json": self.backend.to_str(pretty=True) + "\n", **self.companions}
         for name, text in files.items():
             write_whole(Path(path) / name, text)
-
-
-def whole_characters(text: str) -> str:
-    """Returns the text with U+FFFD in place of half a surrogate pair, which JSON can bring."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def lacking_markers(backend: tokenizers.Tokenizer) -> list[str]:

@@ -84,9 +84,7 @@ def scheduled(schedule: int, model: str, price: Price) -> Price:
 def offer(task: Json, split: str, seed: int) -> None:
     """Gives a task the experts on offer with their prices, and a preference over them.
 
-    `preference_text` is the preference in words, `preference` its weights for the reward, and
-    `pref_vec` the paper's vector: from 0 to 1, with 0 for an expert to avoid and 0.5 for one that
-    is not named.
+    `preference_text` is the preference in words, `preference` its weights for the reward.
     """
     rng = random.Random(f"{seed}/{task['id']}/offer")
     experts = draw_experts(rng, split)
@@ -97,13 +95,9 @@ def offer(task: Json, split: str, seed: int) -> None:
         "cost": preference.cost,
         "latency": preference.latency,
     }
-    vector = dict(weights)
-    for alias in aliases:
-        vector[alias] = (preference.tools.get(alias, 0.0) + 1) / 2
     task |= {
         "split": split,
         "experts": experts,
         "preference_text": preference.text,
         "preference": weights | preference.tools,
-        "pref_vec": vector,
     }

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanorchestra.model.compiler import LARGEST_DIM, compiled
+from nanorchestra.model.compiler import LARGEST_DIM, address, compiled_for
 from nanorchestra.model.quantise import linears
 from nanorchestra.model.qwen3 import Qwen3
 
@@ -31,12 +31,7 @@ WIDEST_PANEL = 32  # outputs of a matrix that lie together: the largest PANEL of
 @cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Returns native.c for models of this dtype, or None where it cannot be had."""
-    if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported():
-        loaded = compiled("native.c", "-DBF16")
-    elif dtype == torch.float32:
-        loaded = compiled("native.c")
-    else:
-        return None
+    loaded = compiled_for(dtype, "native.c")
     if loaded is not None:
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
         loaded.linear.argtypes = [pointer, size, size, pointer, size, pointer, number]
@@ -294,17 +289,13 @@ def _layer(layer) -> _Layer:
     """Returns the addresses of a layer's weights."""
     attention = layer.self_attn
     return _Layer(
-        input_norm=_address(layer.input_layernorm),
-        q_norm=_address(attention.q_norm),
-        k_norm=_address(attention.k_norm),
-        post_attention_norm=_address(layer.post_attention_layernorm),
-        qkv=_address(attention.qkv_proj.packed),
-        qkv_bias=_address(attention.qkv_proj.bias),
-        o=_address(attention.o_proj.packed),
-        gate_up=_address(layer.gate_up_proj.packed),
-        down=_address(layer.down_proj.packed),
+        input_norm=address(layer.input_layernorm),
+        q_norm=address(attention.q_norm),
+        k_norm=address(attention.k_norm),
+        post_attention_norm=address(layer.post_attention_layernorm),
+        qkv=address(attention.qkv_proj.packed),
+        qkv_bias=address(attention.qkv_proj.bias),
+        o=address(attention.o_proj.packed),
+        gate_up=address(layer.gate_up_proj.packed),
+        down=address(layer.down_proj.packed),
     )
-
-
-def _address(tensor) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
