@@ -16,8 +16,8 @@ toolkit):
 A Python function decorated with `@tool` needs none of this: `--tools my_tools.py`. One that is said
 to search, or to run code, works for the published role of that kind.
 
-Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compatible endpoints,
-`SimulatedExpert` is a declared simulation with the prices of its task and a virtual latency.
+Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compatible endpoints.
+Worlds simulate others, with virtual money and time (nanorchestra/tools/simulated.py).
 """
 
 import sys
@@ -55,12 +55,11 @@ from nanorchestra.tools.replies import UNRECORDED, Replies
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.search import QUERY, WebSearch
-from nanorchestra.tools.simulated import SimulatedExpert, Skill
 from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.tables import RecordsTool
 from nanorchestra.validation import validated
 
-__all__ = ["RecordsTool", "SimulatedExpert", "Skill", "ToolResult", "load_tools", "tool"]
+__all__ = ["RecordsTool", "ToolResult", "load_tools", "tool"]
 SANDBOX_USD = 0.0000083  # a second, as published
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 CODE = "A whole Python program: it knows no name of an earlier call, and what it prints comes back."

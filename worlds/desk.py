@@ -25,7 +25,8 @@ from nanorchestra.agent.world import Lesson, Split
 from nanorchestra.records import Bounds, Preference, Price, Task, ToolCall, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.sandbox import Sandbox
-from tools import PythonTool, RecordsTool, SimulatedExpert, Skill
+from nanorchestra.tools.simulated import Simulation
+from tools import PythonTool, RecordsTool
 
 TABLES = ["order", "customer", "agent", "book", "author", "flight", "room", "parcel"]
 MATTERS = {
@@ -58,6 +59,7 @@ UNSURE_IF_RIGHT, UNSURE_IF_WRONG = 0.1, 0.4  # the probability that an expert sa
 PRICES = SECONDS = (3, 40)  # of an expert, in US cents and seconds, log-uniform
 STEP = 1  # the US cents and the seconds of the records and of Python
 EXPERT_TOKENS = 1000  # of an expert's answer; its price is per call
+VARIATION = (0.85, 1.15)  # of an answer's tokens and seconds
 
 # Kind of question: share, rows to read, what their notes lead to.
 KINDS = {
@@ -204,34 +206,36 @@ class AskTool(Tool):
 
     def most_usd(self, arguments: Json) -> float:
         """Returns the US dollars of the longest answer."""
-        return self._expert(**arguments).most_usd({})
+        simulation = self._simulation(arguments["expert"])
+        return simulation.price.cost(0, simulation.most_output_tokens())
 
     def call(self, arguments: Json) -> ToolResult:
         """Returns "sure: NUMBER" or "unsure: NUMBER"."""
-        return self._expert(**arguments).call({})
+        expert, matter = arguments["expert"], " ".join(arguments["question"].split())
+        answer = self.answers.get(matter)  # None: no matter of this task
+        skill = SKILLS[expert][SUBJECT[matter.split()[0]]] if answer else 0.0
+        others = [number for number in range(10, 100) if number != answer]
+        said, bill = self._simulation(expert, skill).reply(
+            f"{self.seed}/{matter}/{expert}",
+            input_tokens=0,
+            right=lambda rng: _said(rng.random() < UNSURE_IF_RIGHT, answer),
+            wrong=lambda rng: _said(rng.random() < UNSURE_IF_WRONG, rng.choice(others)),
+        )
+        return replace(bill, content=said, findings={"attempts": [[expert, said]]})
 
     @property
     def prices(self) -> dict[str, float]:
         """The US dollars of a usual answer of each expert."""
         return {f"answer of {name}": cents / 100 for name, (cents, _) in self.offers.items()}
 
-    def _expert(self, expert: str, question: str) -> SimulatedExpert:
+    def _simulation(self, expert: str, skill: float = 0.0) -> Simulation:
         cents, seconds = self.offers[expert]
-        matter = " ".join(question.split())
-        answer = self.answers.get(matter)  # None: no matter of this task
-        right = SKILLS[expert][SUBJECT[matter.split()[0]]] if answer else 0.0
-        return SimulatedExpert(
-            name=expert,
-            description=self.description,
-            skill=Skill(right, UNSURE_IF_RIGHT, UNSURE_IF_WRONG),
-            gold=str(answer),
-            wrong=tuple(str(number) for number in range(10, 100) if number != answer),
-            price=Price(0.0, cents / 100 * 1e6 / EXPERT_TOKENS),
-            input_tokens=0,
-            output_tokens=EXPERT_TOKENS,
-            latency_s=float(seconds),
-            seed=f"{self.seed}/{matter}",
-        )
+        price = Price(0.0, cents / 100 * 1e6 / EXPERT_TOKENS)
+        return Simulation(skill, price, EXPERT_TOKENS, float(seconds), VARIATION, VARIATION)
+
+
+def _said(unsure: bool, number: int) -> str:
+    return f"unsure: {number}" if unsure else f"sure: {number}"
 
 
 def matters_of(split: str) -> list[str]:

@@ -6,16 +6,13 @@ what a wrong one is. Nothing is asked over a network.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
-from nanorchestra.agent.tool import Tool
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.schemas import Json, arguments_schema
 
 Said = TypeVar("Said")
 Range = tuple[float, float]  # the least and the greatest factor, between which one is drawn
-VARIATION: Range = (0.85, 1.15)  # of the tokens and the seconds of a SimulatedExpert
 
 
 @dataclass(frozen=True)
@@ -68,60 +65,3 @@ class Simulation:
             output_tokens=written,
         )
         return reply, bill
-
-
-@dataclass(frozen=True)
-class Skill:
-    """Probabilities of a simulated expert: of being right, and of saying that it is unsure."""
-
-    right: float
-    unsure_if_right: float
-    unsure_if_wrong: float
-
-
-@dataclass
-class SimulatedExpert(Tool):
-    """A simulated language model that answers the task's question, and says how sure it is.
-
-    Within an attempt it repeats its answer; with another seed it may err differently.
-    """
-
-    name: str
-    description: str
-    skill: Skill
-    gold: str
-    wrong: tuple[str, ...]
-    price: Price
-    input_tokens: int
-    output_tokens: int
-    latency_s: float
-    seed: str
-    kind, blocking = "expert", False
-    parameters = arguments_schema()
-
-    def most_usd(self, arguments: Json) -> float:
-        """Returns the US dollars of the longest answer."""
-        return self.price.cost(self.input_tokens, self._simulation().most_output_tokens())
-
-    def call(self, arguments: Json) -> ToolResult:
-        """Returns "sure: ANSWER" or "unsure: ANSWER"."""
-        seed = f"{self.seed}/{self.name}"
-        answer, bill = self._simulation().reply(seed, self.input_tokens, self._right, self._wrong)
-        return replace(bill, content=answer, findings={"attempts": [[self.name, answer]]})
-
-    def _simulation(self) -> Simulation:
-        return Simulation(
-            self.skill.right, self.price, self.output_tokens, self.latency_s, VARIATION, VARIATION
-        )
-
-    def _right(self, rng: random.Random) -> str:
-        unsure = rng.random() < self.skill.unsure_if_right
-        return _with_confidence(self.gold, unsure)
-
-    def _wrong(self, rng: random.Random) -> str:
-        unsure = rng.random() < self.skill.unsure_if_wrong
-        return _with_confidence(rng.choice(self.wrong), unsure)
-
-
-def _with_confidence(answer: str, unsure: bool) -> str:
-    return f"unsure: {answer}" if unsure else f"sure: {answer}"

@@ -1,24 +1,26 @@
-"""The simulator of experts is a function of its seed."""
+"""The experts of the desk are a function of their seed."""
 
 from __future__ import annotations
 
 import hashlib
 
-from nanorchestra.records import Price
-from nanorchestra.tools.simulated import SimulatedExpert, Skill
+from worlds.desk import EXPERTS, AskTool
 
-REPLIES = "d96ecaae1ff8a8c9"
+REPLIES = "ac737757ba3bae8e"
 
 
 def test_an_expert_replies_to_the_last_bit_as_it_did():
     """The shipped models were trained on such replies."""
     digest = hashlib.sha256()
-    for number in range(200):
-        skill, price = Skill(0.7, 0.1, 0.4), Price(0.3, 0.2 * number)
-        wrong = ("11", "12", "13")
-        expert = SimulatedExpert("ant", "d", skill, "42", wrong, price, 9, 800, 7.0, f"t/{number}")
-        result = expert.call({})
-        tokens = result.input_tokens, result.output_tokens
-        digest.update(repr((result.content, result.cost_usd, *tokens)).encode())
-        digest.update(repr((result.latency_s, expert.most_usd({}))).encode())
+    offers = {"ant": (3, 40), "bee": (17, 5), "cat": (40, 22)}
+    for number in range(100):
+        ask = AskTool(offers, {f"trial {number}": 42}, f"t/{number}")
+        for expert in EXPERTS:
+            for question in (f" trial  {number}", "queen 7"):
+                arguments = {"expert": expert, "question": question}
+                result = ask.call(arguments)
+                tokens = result.input_tokens, result.output_tokens
+                digest.update(repr((result.content, result.cost_usd, *tokens)).encode())
+                digest.update(repr((result.latency_s, ask.most_usd(arguments))).encode())
+                digest.update(repr(result.findings).encode())
     assert digest.hexdigest()[:16] == REPLIES
