@@ -1,12 +1,11 @@
 """Agents that are not ours play attempts: a Python function that asks the policy over HTTP.
 
-The run listens on this machine. Each attempt has an address and a key of its own: its requests to
+The run listens on this machine. Each attempt has a key of its own: its requests to
 /v1/chat/completions are the turns of one trajectory. A request whose messages begin with all that
 was said before goes on with the session's ids; nothing is tokenised twice, and the KV stays. One
 that says something else begins a new prompt of the same trajectory, another sample for the trainer.
 
     POST /v1/chat/completions           the next turn; the run decides temperature and seed
-    POST /v1/attempts/KEY/calls         runs tools of the task, and bills them
 
 docs/training.md has a whole agent, and what becomes of one that fails, hangs or floods the run.
 """
@@ -21,13 +20,11 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NotRequired
+from typing import Any
 
 import uvicorn
-from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from typing_extensions import TypedDict
 
 from nanorchestra.agent.context import Prompt
 from nanorchestra.agent.environment import Environment
@@ -50,11 +47,9 @@ from nanorchestra.serving.api import (
     require_values,
     usage,
 )
-from nanorchestra.serving.http import Application, Body, address, listen
-from nanorchestra.tools.http import post
+from nanorchestra.serving.http import Application, address, listen
 
 MODEL = "policy"  # its name for agents
-CALLS_S = 3600.0  # that a function waits for its calls
 MOST_BYTES = 32 << 20  # of a body
 ITERATIONS = 16  # of the event loop between two steps of the engine
 
@@ -64,43 +59,24 @@ Sampled = tuple[Completion, ParsedTurn]  # a turn
 # --- what a user writes
 
 
-class Results(TypedDict):
-    """The reply to calls."""
-
-    results: list[Json]
-
-
 class AgentFailure(Exception):  # noqa: N818
     """The agent itself failed, not the policy. The message is one line."""
 
 
 @dataclass(frozen=True)
 class AttemptHandle:
-    """What an agent's function is given: where it asks the policy, and the task.
+    """What an agent's function is given: where it asks the policy, the task, and its tools.
 
-    `task` has id, question, messages, tools (OpenAI's function objects), seed and split.
+    `task` has id, question, messages, tools (OpenAI's function objects), seed and split. `call`
+    runs calls of the task's tools side by side and returns their results, in order. A call has
+    "name" and "arguments", a result "content", "error", "cost_usd", "latency_s".
     """
 
     base_url: str
     api_key: str
     task: Json
+    call: Callable[[list[Json]], list[Json]]
     model: str = MODEL
-
-    @property
-    def url(self) -> str:
-        """The address of the attempt."""
-        return f"{self.base_url}/attempts/{self.api_key}"
-
-    def call(self, calls: list[Json]) -> list[Json]:
-        """Runs calls of the task's tools side by side; returns their results, in order.
-
-        A call has "name" and "arguments", a result "content", "error", "cost_usd", "latency_s".
-        """
-        body = {"calls": calls}
-        reply = post(f"{self.url}/calls", body, Results, "", CALLS_S, most_requests=1)
-        if reply.problem:
-            raise AgentFailure(f"calls: {reply.problem}")
-        return reply.content["results"]
 
 
 @dataclass(frozen=True)
@@ -209,7 +185,12 @@ class AgentAttempt(Attempt):
 
     async def _play(self) -> str:
         self.requests = REQUEST_COUNTS.get()  # numbers the requests of this attempt to experts
-        handle = AttemptHandle(self.rollout.base_url, self.key, self.about())
+        loop = asyncio.get_running_loop()
+
+        def call(calls: list[Json]) -> list[Json]:  # in the thread of the agent
+            return asyncio.run_coroutine_threadsafe(self.call(calls), loop).result()
+
+        handle = AttemptHandle(self.rollout.base_url, self.key, self.about(), call)
         self.rollout.attempts[self.key] = self
         try:
             async with asyncio.timeout(self.rollout.timeout_s) as self.time_limit:
@@ -382,12 +363,15 @@ class AgentAttempt(Attempt):
     # --- the tools
 
     async def call(self, calls: list[Json]) -> list[Json]:
-        """Runs calls of the task's tools side by side and bills them; returns their results."""
+        """Runs calls of the task's tools side by side and bills them; returns their results.
+
+        AgentFailure if it comes too early or too late, or if the infrastructure fails.
+        """
         async with self.calling:
             t = self.trajectory
-            if self.cut or not t.turns:
-                raise HTTPException(400, "calls: the policy comes first; or the attempt is over")
-            REQUEST_COUNTS.set(self.requests)  # of this request's own task
+            if self.cut or not t.turns or self.key not in self.rollout.attempts:
+                raise AgentFailure("calls: the policy comes first; or the attempt is over")
+            REQUEST_COUNTS.set(self.requests)  # of this call's own task
             made = [ToolCall(call["name"], call.get("arguments", {})) for call in calls]
             results = await self.user_limits.execute(made, self.settings.calls_per_turn)
             turn = t.turns[-1]
@@ -397,7 +381,7 @@ class AgentAttempt(Attempt):
             failed = [result.content for result in results if result.infrastructure]
             if failed and not self.rollout.survives_failures:
                 self.cut = "infrastructure"
-                raise HTTPException(502, failed[0])
+                raise AgentFailure(f"calls: {failed[0]}")
             self._emit("results", turn)
             shown = ("content", "error", "cost_usd", "latency_s")
             return [{name: asdict(result)[name] for name in shown} for result in results]
@@ -439,19 +423,6 @@ def _plain(message: Json) -> Json:
 # --- the server
 
 
-class TaskCall(TypedDict):
-    """A call of one of the task's tools."""
-
-    name: str
-    arguments: NotRequired[Json]
-
-
-class CallsRequest(Body):
-    """The body of a request for calls."""
-
-    calls: list[TaskCall] = Field(min_length=1, max_length=64)
-
-
 class AttemptServer(uvicorn.Server):
     """Answers the agents of a rollout. The run keeps its own handlers of signals."""
 
@@ -460,7 +431,6 @@ class AttemptServer(uvicorn.Server):
         self.defaults = {"max_tokens": rollout.engine.max_context}
         app = Application(refuse, "127.0.0.1", MOST_BYTES)
         app.post(CHAT)(self._turn)
-        app.post("/v1/attempts/{key}/calls")(self._calls)
         config = uvicorn.Config(
             app,
             ws="none",
@@ -475,18 +445,11 @@ class AttemptServer(uvicorn.Server):
         return nullcontext()
 
     async def _turn(self, body: ChatRequest, credentials: Credentials) -> Response:
-        attempt = self._attempt(credentials.credentials if credentials else "")
+        attempt = self.rollout.attempts.get(credentials.credentials if credentials else "")
+        if attempt is None:
+            raise HTTPException(401, "the key is that of no attempt that runs")
         body = body.with_defaults(self.defaults)
         return answer(body, await attempt.complete(body))
-
-    async def _calls(self, body: CallsRequest, key: str) -> JSONResponse:
-        return JSONResponse({"results": await self._attempt(key).call(body.calls)})
-
-    def _attempt(self, key: str) -> AgentAttempt:
-        """Returns the attempt of a key. HTTPException if none runs."""
-        if key not in self.rollout.attempts:
-            raise HTTPException(401, "the key is that of no attempt that runs")
-        return self.rollout.attempts[key]
 
 
 @asynccontextmanager

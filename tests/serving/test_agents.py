@@ -13,7 +13,7 @@ import pytest
 from nanorchestra.config import RolloutSection
 from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO_BASE
-from nanorchestra.serving.agents import AgentFunction, played_by
+from nanorchestra.serving.agents import AgentFailure, AgentFunction, played_by
 from nanorchestra.training.grpo import as_group
 from worlds.desk import Desk
 from worlds.metrics import rewritten_share
@@ -138,14 +138,14 @@ def test_an_agent_that_fails_ends_its_own_attempt_alone(ours, world, does, statu
 
 def test_a_request_needs_its_attempts_key_and_is_one_that_a_run_serves(ours, world):
     def play(attempt):
-        chat, calls = f"{attempt.base_url}/chat/completions", {"calls": [{"name": "x"}]}
+        with pytest.raises(AgentFailure, match="the policy comes first"):
+            attempt.call([{"name": "x"}])
+        url = f"{attempt.base_url}/chat/completions"
         body = {"messages": [{"role": "user", "content": "hello"}], "model": "any"}
-        for url, sent, key, status in (
-            (f"{attempt.url}/calls", calls, "none", 400),  # the policy comes first
-            (f"{attempt.base_url}/attempts/other/calls", calls, "none", 401),
-            (chat, body, "other", 401),
-            (chat, body | {"n": 2}, attempt.api_key, 400),
-            (chat, body, attempt.api_key, 200),
+        for sent, key, status in (
+            (body, "other", 401),
+            (body | {"n": 2}, attempt.api_key, 400),
+            (body, attempt.api_key, 200),
         ):
             headers = {"Authorization": f"Bearer {key}"}
             assert httpx.post(url, json=sent, headers=headers).status_code == status
