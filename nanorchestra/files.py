@@ -1,4 +1,4 @@
-"""Reads files with messages for the user, and writes them whole or not at all."""
+"""Reads files with messages for the user, imports Python, and writes files whole or not at all."""
 
 import gzip
 import importlib.util
@@ -8,13 +8,14 @@ import shutil
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nanorchestra.errors import UserError
+from nanorchestra.errors import UserError, WorldError, require
 
 
 def read_json(path: str | Path) -> Any:
@@ -167,3 +168,37 @@ def import_file(path: Path, kind: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look it up there
     spec.loader.exec_module(module)
     return module
+
+
+def import_function(word: str, setting: str) -> Callable[..., Any]:
+    """Returns the function that FILE.py:FUNCTION names, the value of a setting. UserError."""
+    file, _, name = word.rpartition(":")
+    named = file.endswith(".py") and name.isidentifier()
+    require(named, f"{setting} is {word!r}; it must be FILE.py:FUNCTION")
+    require(Path(file).is_file(), f"{setting}: {file}: no such file")
+    kind = setting.replace(".", "_")
+    module = own_code(lambda: import_file(Path(file), kind), f"{setting}: {file}", file)
+    function = getattr(module, name, None)
+    require(callable(function), f"{setting}: {file} has no function {name!r}")
+    return function
+
+
+def own_code(call: Callable[[], Any], where: str, file: str) -> Any:
+    """Returns call(), code of the user's; WorldError that names the line for what it raises."""
+    try:
+        return call()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise WorldError(own_fault(error, where, file)) from None
+
+
+def own_fault(error: BaseException, where: str, file: str) -> str:
+    """Returns what the user's code has raised in a line, with the line of `file` it comes from."""
+    lines = [getattr(error, "lineno", None)]  # of a SyntaxError
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename).resolve() == Path(file).resolve():
+            lines.append(frame.lineno)
+    line = f", line {lines[-1]}" if lines[-1] else ""
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"{where}{line}: {kind}{error}".splitlines()[0]

@@ -10,15 +10,13 @@ evaluation each attempt is a group of its own.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nanorchestra.errors import WorldError, require
-from nanorchestra.files import import_file, read_text
+from nanorchestra.errors import WorldError
+from nanorchestra.files import import_function, own_code, read_text
 from nanorchestra.records import Preference, Task, Trajectory
-from worlds.user_world import own_code
 
 
 @dataclass(frozen=True)
@@ -85,14 +83,8 @@ def load_reward(name: str, task: Task) -> UserReward | None:
     """
     if not name:
         return None
-    file, _, function = name.rpartition(":")
-    right = "it must be FILE.py:FUNCTION"
-    require(file.endswith(".py") and function, f"task.reward is {name!r}; {right}")
-    source = read_text(file)
-    module = own_code(lambda: import_file(Path(file), "user_reward"), file, file)
-    found = getattr(module, function, None)
-    require(callable(found), f"task.reward: {file} has no function {function!r}")
-    reward = UserReward(name, found, source)
+    function = import_function(name, "task.reward")
+    reward = UserReward(name, function, read_text(name.rpartition(":")[0]))
     tool = next(iter(task.offers), "tool")
     attempts = [
         Trajectory(task.id, 0, answer="42", outcome=1.0, calls_usd=0.01, latency_s=5.0),

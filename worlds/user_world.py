@@ -14,8 +14,6 @@ attribute `answer`.
 
 import inspect
 import random
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Required
@@ -26,7 +24,7 @@ from typing_extensions import TypedDict
 from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.world import Split
 from nanorchestra.errors import UserError, WorldError, require
-from nanorchestra.files import import_file, read_text
+from nanorchestra.files import import_file, own_code, read_text
 from nanorchestra.records import Bounds, Preference, Task
 from nanorchestra.tools.functions import FunctionTool, is_within, tool
 from nanorchestra.validation import Number, Text, validated
@@ -170,19 +168,3 @@ def load_user_world(name: str, seed: int) -> UserWorld:
     )
     world.task("train", 0)  # says now what is wrong with it
     return world
-
-
-def own_code(call: Callable[[], Any], where: str, file: str) -> Any:
-    """Returns call(), code of the user's; UserError that names the line for what it raises."""
-    try:
-        return call()
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        lines = [getattr(error, "lineno", None)]
-        for frame in traceback.extract_tb(error.__traceback__):
-            if Path(frame.filename).resolve() == Path(file).resolve():
-                lines.append(frame.lineno)
-        line = f", line {lines[-1]}" if lines[-1] else ""
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise WorldError(f"{where}{line}: {text}") from None

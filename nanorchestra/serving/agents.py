@@ -14,7 +14,6 @@ import asyncio
 import inspect
 import json
 import secrets
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -32,8 +31,8 @@ from nanorchestra.agent.loop import Attempt, OnEvent, Pump, Rollout
 from nanorchestra.agent.numbering import REQUEST_COUNTS
 from nanorchestra.agent.threads import in_daemon
 from nanorchestra.engine.sequence import Completion
-from nanorchestra.errors import UserError, require
-from nanorchestra.files import import_file
+from nanorchestra.errors import require
+from nanorchestra.files import import_function, own_fault
 from nanorchestra.model import chat
 from nanorchestra.records import ParsedTurn, ToolCall, ToolResult, Turn
 from nanorchestra.schemas import Json
@@ -89,6 +88,7 @@ class AgentFunction:
 
     name: str
     function: Callable[[AttemptHandle], Any]
+    file: str = ""
 
     async def run(self, attempt: AttemptHandle) -> Json:
         """Returns {"reward": R}, {"answer": TEXT}, or {}. AgentFailure."""
@@ -102,13 +102,7 @@ class AgentFunction:
         except asyncio.CancelledError:
             raise
         except (Exception, SystemExit) as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            file, lines = self.name.partition(":")[0], []
-            for frame in traceback.extract_tb(error.__traceback__):
-                if Path(frame.filename).name == file:
-                    lines.append(frame.lineno)
-            line = f", line {lines[-1]}" if lines else ""
-            raise AgentFailure(f"{self.name}{line}: {text}"[:500]) from None
+            raise AgentFailure(own_fault(error, self.name, self.file)[:500]) from None
         if isinstance(said, dict):
             return said
         if said is None:
@@ -116,21 +110,10 @@ class AgentFunction:
         return {"answer": said} if isinstance(said, str) else {"reward": said}
 
 
-def load_agent(text: str) -> AgentFunction:
+def load_agent(word: str) -> AgentFunction:
     """Returns the agent that FILE.py:FUNCTION names. UserError."""
-    file, _, name = text.rpartition(":")
-    is_function = file.endswith(".py") and name.isidentifier()
-    require(is_function, f"task.agent is {text!r}; it must be FILE.py:FUNCTION")
-    path = Path(file).resolve()
-    require(path.is_file(), f"task.agent: {file}: no such file")
-    try:
-        module = import_file(path, "agent")
-    except (Exception, SystemExit) as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"task.agent: {file}: {text}") from None
-    function = getattr(module, name, None)
-    require(callable(function), f"task.agent: {file}: it has no function {name!r}")
-    return AgentFunction(f"{path.name}:{name}", function)
+    function, file = import_function(word, "task.agent"), word.rpartition(":")[0]
+    return AgentFunction(f"{Path(file).name}:{function.__name__}", function, file)
 
 
 # --- attempts that it plays

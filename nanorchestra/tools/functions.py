@@ -23,7 +23,6 @@ import math
 import re
 import runpy
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from nanorchestra.agent.failures import EndpointError, is_infrastructure
 from nanorchestra.agent.threads import in_daemon
 from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import UserError, nearest, require
+from nanorchestra.files import own_fault
 from nanorchestra.records import RESULT_WORDS, ToolResult
 from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.entries import Decorated
@@ -259,11 +259,7 @@ def load_functions(path: str | Path) -> list[FunctionTool]:
     try:
         module = runpy.run_path(str(path))
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        line = (lines or [getattr(error, "lineno", 0)])[0]
-        name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        raise UserError(f"{path}, line {line}: {name}{error}".splitlines()[0]) from None
+        raise UserError(own_fault(error, str(path), str(path))) from None
     tools = [value for value in module.values() if isinstance(value, FunctionTool)]
     require(tools, f"{path}: no function is decorated with @tool (from tools import tool)")
     return tools
