@@ -176,7 +176,7 @@ def evaluate(options: Namespace, sandbox: Sandbox) -> None:
         for side in sides:
             if side.policy.base == CHANCE:
                 first = played.get(side.world_name, {}).get(policies[0].text)
-                side.router.programs.follow(first)
+                side.router.play.follow(first)
             bar.set_description(side.policy.text[-MOST_LABEL:])
             for block in play_side(side, run, options, spending, user_reward, bar):
                 played[side.world_name].setdefault(side.policy.text, []).extend(block)

@@ -105,7 +105,7 @@ from worlds import metrics
 from worlds.desk import Desk
 from worlds.desk_programs import PROGRAMS
 from worlds.load import agent_of, note_on_tools, open_world
-from worlds.routers import programs_by_name
+from worlds.routers import routers_by_name
 from worlds.user_reward import UserReward, load_reward
 from worlds.user_world import UserWorld
 
@@ -450,7 +450,7 @@ def evaluate_routers(
     """Returns the held-out summaries of the programs for the desk, which cost nothing."""
     summaries = {}
     if world.name == Desk.name:
-        for name, router in programs_by_name(PROGRAMS).items():
+        for name, router in routers_by_name(PROGRAMS).items():
             attempts = play_held_out(config, world, router, Ranks(), Spending(), user_reward)
             summaries[name] = metrics.summarise(attempts.tasks, attempts.trajectories)
     return summaries

@@ -13,9 +13,10 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
+from nanorchestra.agent.environment import Environment
 from nanorchestra.records import Task, ToolResult
 from worlds.desk import EXPERTS, MOST_CALLS, Desk, Step, after_call, asked, ranked
 from worlds.metrics import score
@@ -136,16 +137,17 @@ class Learner:
     values: Table | Linear
     attempts: int
 
-    def __call__(self, task: Task) -> Program:
-        """Returns the program of a task: in each situation the choice of the highest value."""
-        return self._play(task, self._practised)
+    def __call__(self, env: Environment) -> Program:
+        """Returns the program of an attempt: in each situation the choice of the highest value."""
+        return self._play(env, self._practised)
 
     @cached_property
     def _practised(self) -> Table | Linear:
         for index in range(self.attempts):
             task, path = self.world.task("train", index), []
-            program = self._play(task, self.values, path, random.Random(f"learner/{task.id}"))
-            attempt = play_program(program, self.world.environment(task, index), index)
+            rng = random.Random(f"learner/{task.id}")
+            play = partial(self._play, values=self.values, path=path, rng=rng)
+            attempt = play_program(play, self.world.environment(task, index), index)
             reward = score(task, attempt).reward
             for features in path:
                 self.values.learn(features, reward, index / self.attempts)
@@ -153,12 +155,13 @@ class Learner:
 
     def _play(
         self,
-        task: Task,
+        env: Environment,
         values: Table | Linear,
         path: list[list[Hashable]] | None = None,
         rng: random.Random | None = None,
     ) -> Program:
         """Plays a task. In practice `rng` explores, and `path` gets the features of the choices."""
+        task = env.task
         seen = Situation(task, task.question, task.question, Step(asked(task.question)))
         while True:
             options = {choice: values.features(seen, choice) for choice in seen.choices()}

@@ -12,6 +12,7 @@ from itertools import permutations
 
 import numpy as np
 
+from nanorchestra.agent.environment import Environment
 from nanorchestra.records import Task, ToolCall, Trajectory
 from reward import task_rewards
 from worlds.desk import (
@@ -25,7 +26,7 @@ from worlds.desk import (
     asked,
     named,
 )
-from worlds.programs import Program, Programs
+from worlds.programs import Play, Program
 
 Skills = Callable[[str], dict[str, float]]  # the probability that an expert is right, by the word
 ORDERS = [order for count in (1, 2, 3) for order in permutations(EXPERTS, count)]
@@ -42,29 +43,29 @@ def equal(word: str) -> dict[str, float]:
     return dict.fromkeys(EXPERTS, float(mean))
 
 
-def route(task: Task, skills: Skills) -> Program:
+def route(env: Environment, skills: Skills) -> Program:
     """Plays a task as a router does: the prompt decides the call, the result is the answer."""
-    words = asked(task.question)
+    words = asked(env.task.question)
     if words[0] in SUBJECT:
-        return (yield from consult(task, words, skills, calls=0))
+        return (yield from consult(env.task, words, skills, calls=0))
     result = yield step_for(words)
     return "" if result.error else named(result.content)[-1]
 
 
-def follow(task: Task, skills: Skills) -> Program:
+def follow(env: Environment, skills: Skills) -> Program:
     """Plays a task by what the results say."""
-    words, calls = asked(task.question), 0
+    words, calls = asked(env.task.question), 0
     while len(words) == 2 and (words[0] in TABLES or words[0].isdigit()):
         result = yield step_for(words)
         if result.error:
             return ""
         words, calls = named(result.content), calls + 1
     if words[0] in SUBJECT:
-        return (yield from consult(task, words, skills, calls))
+        return (yield from consult(env.task, words, skills, calls))
     return words[-1]
 
 
-PROGRAMS: dict[str, Programs] = {
+PROGRAMS: dict[str, Play] = {
     "router": partial(route, skills=equal),
     "oracle-router": partial(route, skills=hidden),
     "program": partial(follow, skills=equal),

@@ -1,7 +1,7 @@
 """Programs that play attempts: what a policy is compared with where a person can write one.
 
 A program is a generator: it yields calls, is sent their results, and returns the answer. Its
-attempts are billed as a policy's are, but for tokens of its own.
+attempts are billed as a policy's are, but for tokens of its own. A `Play` begins one.
 """
 
 import asyncio
@@ -9,10 +9,10 @@ from collections.abc import Callable, Generator
 
 from nanorchestra.agent.environment import Environment, score_answer
 from nanorchestra.agent.limits import UserLimits
-from nanorchestra.records import Price, Task, ToolCall, ToolResult, Trajectory, Turn
+from nanorchestra.records import Price, ToolCall, ToolResult, Trajectory, Turn
 
 Program = Generator[ToolCall, ToolResult, str]
-Programs = Callable[[Task], Program]  # one for each task
+Play = Callable[[Environment], Program]
 
 
 class ProgramAttempt:
@@ -45,9 +45,9 @@ class ProgramAttempt:
         return self.trajectory
 
 
-def play_program(program: Program, env: Environment, seed: int = 0) -> Trajectory:
+def play_program(play: Play, env: Environment, seed: int = 0) -> Trajectory:
     """Returns the attempt that a program plays in an environment."""
-    attempt, result = ProgramAttempt(env, seed), None
+    attempt, program, result = ProgramAttempt(env, seed), play(env), None
     try:
         while not attempt.failed:
             result = attempt.call(program.send(result))

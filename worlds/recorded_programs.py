@@ -25,10 +25,11 @@ from itertools import permutations
 
 import numpy as np
 
+from nanorchestra.agent.environment import Environment
 from nanorchestra.errors import require
 from nanorchestra.records import Preference, Task, ToolCall, Trajectory
 from reward import normalise, project, weights
-from worlds.programs import Program, Programs
+from worlds.programs import Play, Program
 from worlds.recorded import Case, RecordedWorld, same
 
 CHANCE = "chance"
@@ -120,15 +121,15 @@ class Baselines:
         self.cascade = {Plan(k, 2): self.figures.cascaded(*k) for k in permutations(count, 3)}
         self._best: dict[tuple[str, str, str], Plan] = {}
 
-    def programs(self) -> "dict[str, Programs]":
+    def programs(self) -> "dict[str, Play]":
         """Returns the baselines by name."""
         names = [*self.names, "best", "table", "vote"]
         names += ["cascade", "table-any"] if self.cascade else []
         programs = {name: partial(self._program, name) for name in [*names, "oracle"]}
         return programs | {CHANCE: Chance()}
 
-    def _program(self, name, task) -> Program:
-        return self.plan(name, task).program(self.names)
+    def _program(self, name, env) -> Program:
+        return self.plan(name, env.task).program(self.names)
 
     def plan(self, name: str, task: Task) -> Plan:
         """Returns the plan of a baseline for a task."""
@@ -190,8 +191,9 @@ class Chance:
         for task, attempt in played:
             self._by_preference[task.preference.text].append(attempt)
 
-    def __call__(self, task: Task) -> Program:
-        """Returns the program of a task."""
+    def __call__(self, env: Environment) -> Program:
+        """Returns the program of an attempt."""
+        task = env.task
         others = self._by_preference[task.preference.text]
         other = random.Random(f"chance/{task.id}").choice(others)
         answer = ""

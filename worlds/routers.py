@@ -11,8 +11,9 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from nanorchestra.agent.attempts import OnDone
 from nanorchestra.agent.environment import Environment
@@ -28,7 +29,7 @@ from worlds.desk import Desk
 from worlds.desk_learner import Learner, Linear, Table
 from worlds.desk_programs import PROGRAMS
 from worlds.judge import normalise
-from worlds.programs import ProgramAttempt, Programs, play_program
+from worlds.programs import Play, Program, play_program
 from worlds.recorded import RecordedWorld
 from worlds.recorded_programs import Baselines
 from worlds.toolscale.dataset import DomainWorld
@@ -42,26 +43,24 @@ PRACTISED = 12_800  # attempts of a learner, as many as configs/nano.toml makes
 TURNS = 40  # of a conversation at most
 
 
-def routers_of(world: World) -> dict[str, Router | ProgramRouter]:
+def routers_of(world: World) -> dict[str, Router]:
     """Returns the routers of a world by name; if a domain offers no expert, the controls."""
     if isinstance(world, RecordedWorld):
-        return programs_by_name(Baselines(world).programs())
+        return routers_by_name(Baselines(world).programs())
     if isinstance(world, Desk):
-        return programs_by_name(PROGRAMS | learners(world))
+        return routers_by_name(PROGRAMS | learners(world))
     tasks = [world.task("all", index) for index in range(SEEN)]
     if isinstance(world, DomainWorld) and not any(map(experts, tasks)):
-        names = CONTROLS
-    else:
-        names = EXPERT_ORDERS if all(map(experts, tasks)) else ()
-    return {name: Router(name) for name in names}
+        return routers_by_name(CONTROLS)
+    return routers_by_name(EXPERT_ORDERS, PARALLEL) if all(map(experts, tasks)) else {}
 
 
-def programs_by_name(programs: dict[str, Programs]) -> dict[str, ProgramRouter]:
-    """Returns the routers that play programs."""
-    return {name: ProgramRouter(each) for name, each in programs.items()}
+def routers_by_name(plays: dict[str, Play], parallel: int = 1) -> dict[str, Router]:
+    """Returns the routers that play programs, by name."""
+    return {name: Router(play, parallel) for name, play in plays.items()}
 
 
-def learners(world: Desk) -> dict[str, Programs]:
+def learners(world: Desk) -> dict[str, Play]:
     """Returns the learners of the desk; each practises before it first plays, for some seconds."""
     return {
         f"table-{PRACTISED}": Learner(world, Table(), PRACTISED),
@@ -70,27 +69,11 @@ def learners(world: Desk) -> dict[str, Programs]:
 
 
 @dataclass
-class ProgramRouter:
-    """Plays attempts by a program for each task."""
-
-    programs: Programs
-    on_done: OnDone | None = None
-
-    def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
-        """Returns one attempt in each environment."""
-        attempts = []
-        for env, seed in zip(environments, seeds, strict=True):
-            attempts.append(play_program(self.programs(env.task), env, seed))
-            if self.on_done:
-                self.on_done(attempts[-1])
-        return attempts
-
-
-@dataclass
 class Router:
-    """Plays attempts as a policy does. `name` is a key of EXPERT_ORDERS or CONTROLS."""
+    """Plays attempts by a program, as a policy does; `parallel` of them at a time."""
 
-    name: str
+    play: Play
+    parallel: int = 1
     on_done: OnDone | None = None
 
     def run(self, environments: Sequence[Environment], seeds: Sequence[int]) -> list[Trajectory]:
@@ -99,18 +82,17 @@ class Router:
         for env in environments:
             env.evidence.tokenizer = tokenizer  # counts what an expert of a role reads
         attempts = []
-        for attempt in in_daemons(self._play, zip(environments, seeds, strict=True), PARALLEL):
+        seeded = zip(environments, seeds, strict=True)
+        for attempt in in_daemons(self._attempt, seeded, self.parallel):
             attempts.append(attempt)
             if self.on_done:
                 self.on_done(attempt)
         return attempts
 
-    def _play(self, seeded: tuple[Environment, int]) -> Trajectory:
+    def _attempt(self, seeded: tuple[Environment, int]) -> Trajectory:
         env, seed = seeded
         with in_attempt(seed):
-            if self.name in CONTROLS:
-                return CONTROLS[self.name](env, seed)
-            return ask_until_two_agree(EXPERT_ORDERS[self.name](env.task), env, seed)
+            return play_program(self.play, env, seed)
 
 
 # The experts on offer, and orders of them.
@@ -141,6 +123,9 @@ def experts(task: Task) -> list[OfferedExpert]:
     return offered
 
 
+Order = Callable[[Task], list[OfferedExpert]]
+
+
 def from_the_cheapest_up(task: Task) -> list[OfferedExpert]:
     """Returns the experts from the cheapest up."""
     return sorted(experts(task), key=_usd_per_million)
@@ -156,78 +141,71 @@ def most_expensive(task: Task) -> list[OfferedExpert]:
     return from_the_cheapest_up(task)[-1:]
 
 
-EXPERT_ORDERS = {
-    "strongest": most_expensive,
-    "cheapest": cheapest,
-    "cascade": from_the_cheapest_up,
-}
-
-
 def _usd_per_million(expert: OfferedExpert) -> float:
     return expert.usd_per_million
 
 
-def ask_until_two_agree(
-    order: Sequence[OfferedExpert], env: Environment, seed: int = 0
-) -> Trajectory:
-    """Returns an attempt that asks experts in order until two answers agree, or a conversation."""
-    attempt = ProgramAttempt(env, seed)
+def ask_until_two_agree(env: Environment, order: Order) -> Program:
+    """Asks experts in order until two answers agree; in a conversation they do its turns."""
     if isinstance(env, DomainEnvironment):
-        _converse(order, attempt)
-        return attempt.finish()
-    answers = []
-    for expert in order:
-        result = attempt.call(ToolCall(expert.tool, expert.arguments))
-        if attempt.failed:
-            break
-        attempt.trajectory.answer = result.content
-        answers.append(normalise(final_answer(result.content)))
+        return (yield from _converse(env, order(env.task)))
+    answers, content = [], ""
+    for expert in order(env.task):
+        result = yield ToolCall(expert.tool, expert.arguments)
+        content = result.content
+        answers.append(normalise(final_answer(content)))
         if answers.count(answers[-1]) > 1 and not result.error:
             break
-    return attempt.finish()
+    return content
 
 
-def _converse(order: Sequence[OfferedExpert], attempt: ProgramAttempt) -> None:
+def _converse(env: DomainEnvironment, experts: list[OfferedExpert]) -> Program:
     """Lets each expert do turns until the conversation is over; all but the last until an error."""
-    for expert in order:
+    content, turns = "", 0
+    for expert in experts:
         while True:
-            result = attempt.call(ToolCall(expert.tool, expert.arguments))
-            if attempt.failed:
-                return
-            attempt.trajectory.answer = result.content
-            if attempt.env.over or len(attempt.trajectory.turns) >= TURNS:
-                return
-            erred = result.error or "Error: " in result.content
-            if erred and expert is not order[-1]:
+            result = yield ToolCall(expert.tool, expert.arguments)
+            content, turns = result.content, turns + 1
+            if env.over or turns >= TURNS:
+                return content
+            erred = result.error or "Error: " in content
+            if erred and expert is not experts[-1]:
                 break
+    return content
+
+
+EXPERT_ORDERS: dict[str, Play] = {
+    "strongest": partial(ask_until_two_agree, order=most_expensive),
+    "cheapest": partial(ask_until_two_agree, order=cheapest),
+    "cascade": partial(ask_until_two_agree, order=from_the_cheapest_up),
+}
 
 
 # Domains without experts: controls.
 
 
-def copy_what_is_said(env: DomainEnvironment, seed: int = 0) -> Trajectory:
-    """Returns an attempt that looks nothing up: it is told which writes and hand-overs are right.
+def copy_what_is_said(env: DomainEnvironment) -> Program:
+    """Looks nothing up: it is told which writes and hand-overs are right.
 
     It makes those all of whose arguments stand in the user's message.
     """
-    attempt = ProgramAttempt(env, seed)
     for place in env.scorer.effects:
         name, arguments = env.scorer.golden[place]
         if all(mentions(env.task.question, value) for value in arguments.values()):
-            attempt.call(ToolCall(name, arguments))
-    return _told(attempt, SAY["done"].format(""))
+            yield ToolCall(name, arguments)
+    return _told(env, SAY["done"].format(""))
 
 
-def do_nothing(env: DomainEnvironment, seed: int = 0) -> Trajectory:
-    """Returns an attempt that refuses."""
-    return _told(ProgramAttempt(env, seed), SAY["refuse"])
+def do_nothing(env: DomainEnvironment) -> Program:
+    """Refuses."""
+    yield from ()
+    return _told(env, SAY["refuse"])
 
 
-def _told(attempt, message) -> Trajectory:
-    """The attempt, after a last message to the user."""
-    attempt.env.hear(message)
-    attempt.trajectory.answer = message
-    return attempt.finish()
+def _told(env, message) -> str:
+    """The answer of an attempt that ends with a message to the user."""
+    env.hear(message)
+    return message
 
 
-CONTROLS = {"copier": copy_what_is_said, "nothing": do_nothing}
+CONTROLS: dict[str, Play] = {"copier": copy_what_is_said, "nothing": do_nothing}

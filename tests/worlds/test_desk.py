@@ -11,7 +11,7 @@ import pytest
 from nanorchestra.agent.tool import Allowance
 from worlds.desk import EXPERTS, KINDS, SKILLS, SUBJECT, Desk, matters_of
 from worlds.desk_programs import PROGRAMS
-from worlds.routers import programs_by_name
+from worlds.routers import routers_by_name
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_only_a_policy_that_follows_results_can_be_right_in_35_percent(world):
     tasks = tasks_of(world, "held_out", 300)
     assert {task.kind for task in tasks} == set(KINDS)
     outcomes = {}
-    for name, router in programs_by_name(PROGRAMS).items():
+    for name, router in routers_by_name(PROGRAMS).items():
         attempts = router.run([world.environment(task, 0) for task in tasks], [0] * 300)
         outcomes[name] = [attempt.outcome for attempt in attempts]
         assert all(attempt.cost_usd > 0 and attempt.latency_s > 0 for attempt in attempts)

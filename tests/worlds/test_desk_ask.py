@@ -23,13 +23,13 @@ def test_the_program_of_the_desk_finds_the_answers_of_typed_questions(sandbox):
     world, kinds = Desk(0, sandbox), set()
     for number in range(100, 160):
         task = asked(f"What is the age of order {number}?")
-        attempt = play_program(PROGRAMS["perfect"](task), world.environment(task, 0))
+        attempt = play_program(PROGRAMS["perfect"], world.environment(task, 0))
         kinds.add(task.kind)
         assert attempt.outcome or "matter" in task.kind
     assert kinds == {"value", "chain", "chain product", "chain matter"}
     assert asked(ORDER).data == asked(ORDER, "fast").data
     task = asked("47*6 ?")
-    assert play_program(PROGRAMS["program"](task), world.environment(task, 0)).answer == "282"
+    assert play_program(PROGRAMS["program"], world.environment(task, 0)).answer == "282"
 
 
 def test_a_wish_is_read_in_the_question_or_in_the_preference():

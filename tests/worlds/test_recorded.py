@@ -55,7 +55,7 @@ def tasks_of(world, split="held_out"):
 def played(program, world, tasks):
     attempts = []
     for task in tasks:
-        attempt = play_program(program(task), world.environment(task, 0))
+        attempt = play_program(program, world.environment(task, 0))
         attempts.append(metrics.score(task, attempt))
     return attempts
 

@@ -23,7 +23,7 @@ def test_an_attempt_is_billed_for_every_call(sandbox):
 
         for tool in env.by_name.values():
             tool.call = recorded(tool.call)
-        attempt = play_program(PROGRAMS["program"](task), env)
+        attempt = play_program(PROGRAMS["program"], env)
         assert attempt.cost_usd == pytest.approx(sum(result.cost_usd for result in spent))
         assert attempt.latency_s == pytest.approx(sum(result.latency_s for result in spent))
         assert sum(attempt.calls.values()) == len(spent) > 0
