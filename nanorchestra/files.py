@@ -201,4 +201,4 @@ def own_fault(error: BaseException, where: str, file: str) -> str:
             lines.append(frame.lineno)
     line = f", line {lines[-1]}" if lines[-1] else ""
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return f"{where}{line}: {kind}{error}".splitlines()[0]
+    return " ".join(f"{where}{line}: {kind}{error}".split())

@@ -19,11 +19,13 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import uvicorn
 from fastapi.responses import Response
+from pydantic import Field
 from starlette.exceptions import HTTPException
+from typing_extensions import TypedDict
 
 from nanorchestra.agent.context import Prompt
 from nanorchestra.agent.environment import Environment
@@ -47,6 +49,7 @@ from nanorchestra.serving.api import (
     usage,
 )
 from nanorchestra.serving.http import Application, address, listen
+from nanorchestra.validation import validated
 
 MODEL = "policy"  # its name for agents
 MOST_BYTES = 32 << 20  # of a body
@@ -56,6 +59,19 @@ Sampled = tuple[Completion, ParsedTurn]  # a turn
 
 
 # --- what a user writes
+
+
+class TaskCall(TypedDict):
+    """A call of one of the task's tools."""
+
+    name: str
+    arguments: NotRequired[Json]
+
+
+class Calls(TypedDict):
+    """What an agent calls at once."""
+
+    calls: Annotated[list[TaskCall], Field(min_length=1)]
 
 
 class AgentFailure(Exception):  # noqa: N818
@@ -112,8 +128,9 @@ class AgentFunction:
 
 def load_agent(word: str) -> AgentFunction:
     """Returns the agent that FILE.py:FUNCTION names. UserError."""
-    function, file = import_function(word, "task.agent"), word.rpartition(":")[0]
-    return AgentFunction(f"{Path(file).name}:{function.__name__}", function, file)
+    function, (file, _, name) = import_function(word, "task.agent"), word.rpartition(":")
+    path = Path(file).resolve()
+    return AgentFunction(f"{path.name}:{name}", function, str(path))
 
 
 # --- attempts that it plays
@@ -171,6 +188,10 @@ class AgentAttempt(Attempt):
         loop = asyncio.get_running_loop()
 
         def call(calls: list[Json]) -> list[Json]:  # in the thread of the agent
+            copied = json.loads(json.dumps({"calls": calls}))
+            calls = validated(Calls, copied, "attempt.call")["calls"]
+            if loop.is_closed():
+                raise AgentFailure("calls: the run is over")
             return asyncio.run_coroutine_threadsafe(self.call(calls), loop).result()
 
         handle = AttemptHandle(self.rollout.base_url, self.key, self.about(), call)

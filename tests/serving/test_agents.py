@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from nanorchestra.config import RolloutSection
+from nanorchestra.errors import UserError
 from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO_BASE
 from nanorchestra.serving.agents import AgentFailure, AgentFunction, played_by
@@ -140,6 +141,9 @@ def test_a_request_needs_its_attempts_key_and_is_one_that_a_run_serves(ours, wor
     def play(attempt):
         with pytest.raises(AgentFailure, match="the policy comes first"):
             attempt.call([{"name": "x"}])
+        for wrong in ([], [{"name": "x", "arguments": "{}"}], [{"name": {1}}], [{}]):
+            with pytest.raises((UserError, TypeError)):
+                attempt.call(wrong)
         url = f"{attempt.base_url}/chat/completions"
         body = {"messages": [{"role": "user", "content": "hello"}], "model": "any"}
         for sent, key, status in (
