@@ -203,7 +203,7 @@ def do_nothing(env: DomainEnvironment) -> Program:
 
 
 def _told(env, message) -> str:
-    """The answer of an attempt that ends with a message to the user."""
+    """Tells the user a message, and returns it: the answer of the attempt."""
     env.hear(message)
     return message
 
