@@ -8,13 +8,6 @@ A language model, where one is named, says the tasks in other words, tries how h
 writes a domain. What it replies is kept, so the same command goes on where it was stopped.
 """
 
-import sys
-
-if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt
-
-    end_on_interrupt("data_gen.py")
-
 import argparse
 import itertools
 import json
@@ -22,6 +15,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter

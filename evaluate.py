@@ -13,13 +13,6 @@ An evaluation is a directory runs/NAME: config.toml, the attempts as JSON Lines,
 report.html. The same command continues one that was stopped. docs/evaluate.md has more.
 """
 
-import sys
-
-if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt
-
-    end_on_interrupt("evaluate.py")
-
 import hashlib
 import json
 import math
@@ -27,6 +20,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections import defaultdict
 from collections.abc import Callable, Iterator

@@ -15,13 +15,6 @@ Questions can also be piped in, one a line. Exit status: 0 if all questions were
 was not, 2 for a mistake in options, a question or a command, 130 after Ctrl-C.
 """
 
-import sys
-
-if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt
-
-    end_on_interrupt("serve.py")
-
 import argparse
 import gc
 import io
@@ -29,6 +22,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace

@@ -20,15 +20,9 @@ Experts are other language models: `ExpertTool` and `RoleTool` ask OpenAI-compat
 Worlds simulate others, with virtual money and time (nanorchestra/tools/simulated.py).
 """
 
-import sys
-
-if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt
-
-    end_on_interrupt("tools.py")
-
 import math
 import re
+import sys
 import time
 from argparse import Namespace
 from collections import Counter

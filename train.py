@@ -28,11 +28,6 @@ resumes, also on another number of ranks.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt
-
-    end_on_interrupt("train.py")
-
 import math
 import shutil
 import sys
@@ -649,7 +644,7 @@ def main(arguments: list[str]) -> int:
         run = TrainingRun(config, path, ranks, stop, write_report, resumed=resumed)
         try:
             finished = train(run, sandbox)
-        except Exception:
+        except BaseException:
             if not run.begun:  # frees the name for a corrected command
                 shutil.rmtree(path, ignore_errors=True)
             raise

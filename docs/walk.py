@@ -7,20 +7,14 @@ differ. To see one fail, break the function that it names.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    import sys
-    from pathlib import Path
-
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from nanorchestra.errors import end_on_interrupt
-
-    end_on_interrupt("docs/walk.py")
-
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from safetensors.torch import load_file

@@ -1,31 +1,12 @@
-"""The errors that the user caused, and how a command ends: with one line and an exit status.
-
-A command's file begins and ends like this, because torch takes seconds to import:
-
-    if __name__ == "__main__":
-        from nanorchestra.errors import end_on_interrupt
-
-        end_on_interrupt("serve.py")
-
-    import torch  # and the other imports
-
-    @command("serve.py")
-    def main(arguments: list[str]) -> int: ...
-
-    if __name__ == "__main__":
-        sys.exit(main(sys.argv[1:]))
-"""
+"""The errors that the user caused, and how a command ends: with one line and an exit status."""
 
 import argparse
-import atexit
 import difflib
 import errno
 import functools
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import NoReturn
 
 INTERRUPTED = 130  # exit status, as a shell reports a program that SIGINT ended
@@ -75,22 +56,6 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help shows the usage)")
 
 
-def end_on_interrupt(program: str) -> None:
-    """Makes Ctrl-C end the process at once with one line and status 130, but while `command` runs.
-
-    After the exit handlers, while the interpreter frees its modules, a second or more with torch,
-    Ctrl-C does nothing: the work is done, and Python would let it end the process without a word.
-    """
-
-    def end(*_):
-        os.write(2, f"\n{program}: interrupted\n".encode())
-        os._exit(INTERRUPTED)
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end)
-        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-
-
 def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
     """Decorates a command's `main(arguments) -> exit status`, so that it returns for every error.
 
@@ -102,9 +67,6 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
     def decorate(main):
         @functools.wraps(main)
         def run(arguments):
-            before = signal.getsignal(signal.SIGINT)
-            if before is not signal.SIG_IGN:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
                 status = main(arguments)
                 print(end="", flush=True)
@@ -124,10 +86,6 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
                 text = "no memory is left, or a limit such as ulimit -v is too low"
                 print(f"{program}: {text} ({' '.join(str(error).split())})", file=sys.stderr)
                 return 1
-            finally:
-                with suppress(BrokenPipeError):
-                    print(end="", flush=True)  # as Ctrl-C may now end the process at once
-                signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
         return run
 

@@ -6,8 +6,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -141,28 +139,3 @@ def test_ctrl_c_is_one_line_and_130(capsys):
         signal.raise_signal(signal.SIGINT)
 
     assert main([]) == 130 and capsys.readouterr().err == "\nprog: interrupted\n"
-
-
-INTERRUPTED_IMPORT = """
-import os, runpy, signal, sys
-
-class Finder:
-    def find_spec(name, *_):
-        if name == "torch":
-            os.kill(os.getpid(), signal.SIGINT)
-
-sys.meta_path.insert(0, Finder)
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize("program", ["evaluate.py", "train.py", "serve.py", "tools.py"])
-def test_ctrl_c_while_torch_is_imported_is_one_line_and_130(program):
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_IMPORT, program, "--help"],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (130, f"\n{program}: interrupted\n")

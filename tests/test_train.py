@@ -122,9 +122,12 @@ def test_a_used_name_and_a_dry_run_are_told_of_in_one_line(tmp_path, capsys):
     assert capsys.readouterr().out == "dry run: assets/base in place of Qwen/Qwen3-8B\n"
 
 
-def test_only_a_second_sigint_ends_the_run_at_once():
+def test_only_a_second_sigint_ends_a_run_that_has_begun_at_once():
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with Stop() as stop, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
     with Stop() as stop:
+        stop.at_once = False
         for _ in range(2):  # a scheduler's, to torchrun and to the ranks
             signal.raise_signal(signal.SIGTERM)
         assert stop.asked

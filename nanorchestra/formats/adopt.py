@@ -14,11 +14,6 @@ with a token of the source's own.
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from nanorchestra.errors import end_on_interrupt
-
-    end_on_interrupt("adopt")
-
 import argparse
 import json
 import re

@@ -166,13 +166,14 @@ def prepare_process(config: Config) -> None:
 class Stop:
     """Turns SIGINT and SIGTERM into a flag that is read between steps.
 
-    A second SIGINT ends the process at once, and so does the first signal while `at_once` is true.
-    SIGTERM may come twice: by way of torchrun too. `says` is what is printed at the first signal,
-    as the run gets on. As a context manager it gives the signals back at its end.
+    A second SIGINT ends the process at once, and so does the first signal while `at_once` is true,
+    as it is until the run begins. SIGTERM may come twice: by way of torchrun too. `says` is what is
+    printed at the first signal, as the run gets on. As a context manager it gives the signals back
+    at its end.
     """
 
     def __init__(self) -> None:
-        self.asked, self.at_once, self.says = False, False, "stopping before the first step"
+        self.asked, self.at_once, self.says = False, True, "stopped before the first step"
         self._before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) != signal.SIG_IGN:  # as a shell starts a job in background

@@ -113,6 +113,7 @@ class TrainingRun:
         The number of ranks may differ from that of the run so far.
         """
         self.trainer, self.engine, self.begun = trainer, engine, True
+        self.stop.says, self.stop.at_once = "stopping before the first step", False
         if not self.resumed:  # not before: a set-up that fails removes the directory
             self.say(
                 f"writing to {self.folder.path}: config.toml, metrics.jsonl, report.html, model/ "
