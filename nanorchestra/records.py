@@ -308,14 +308,6 @@ class Trajectory:
         """US dollars so far, of the policy's own tokens and of its calls."""
         return self.calls_usd + self.policy_usd
 
-    @property
-    def calls_s(self) -> float:
-        """Seconds so far, of its calls; the others of latency_s are the policy's own."""
-        seconds = 0.0
-        for turn in self.turns:
-            seconds += turn.calls_s
-        return seconds
-
     def contexts(self) -> list[tuple[int, int, int]]:
         """Returns (begin, start, end) of each context: one, or one per turn.
 

@@ -204,7 +204,6 @@ def test_a_model_without_a_price_is_said_aloud_and_has_no_cost(home, capsys):
     assert titles[3] == "cost" and [line[3] for line in lines] == ["-", "$0", "$0.002"]
     assert summaries()[boss]["cost_usd"] is None
     assert "cost_usd" not in summaries()[free]["behind"]
-    assert summaries()[boss]["published"] is None
 
 
 def test_limits_are_those_of_the_models_run_or_generation_config(home):

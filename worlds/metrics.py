@@ -8,7 +8,6 @@ infrastructure failed enter no figure but the counts of them.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean, stdev
@@ -27,7 +26,7 @@ Pairs = Sequence[Pair]
 Figures = dict[str, float | None]  # by name; None: the attempt has no such figure
 FAILURE_CHARS = 200  # of what the infrastructure failed with
 # Figures that are paired by task, and those of a step's groups.
-COMPARED = ("reward", "reward_of_calls", "accuracy", "exact", "cost_usd", "latency_s")
+COMPARED = ("reward", "accuracy", "exact", "cost_usd", "latency_s")
 SPREAD = ("reward", "accuracy", "cost_usd", "latency_s", "preference")
 DRAWS = 2000  # resamples of a bootstrap, and sign flips of a test
 
@@ -82,7 +81,7 @@ class Finished:
     def of(cls, pairs: Pairs, priced: bool = True) -> "Finished":
         """Returns those of some attempts. Of a policy that is not `priced` no cost is known."""
         pairs = finished(pairs)
-        rows = [_held_out_figures(task, attempt) for task, attempt in pairs]
+        rows = [_figures(task, attempt) for task, attempt in pairs]
         if not priced:
             rows = [row | {"cost_usd": None} for row in rows]
         return cls(pairs, rows, _means_by([task.id for task, _ in pairs], rows))
@@ -192,21 +191,15 @@ def rewritten_share(attempts: Sequence[Trajectory]) -> float:
 def compare(played: dict[str, Pairs], unpriced: Collection[str] = ()) -> dict[str, Json]:
     """Returns the summary of each policy by its name, with `behind`: what the first one has more.
 
-    `published` is the paper's preference score; its base is the second policy. It is not known of
-    some policies, `unpriced`, what their own tokens cost: their costs are None, and a difference of
-    costs is left out.
+    It is not known of some policies, `unpriced`, what their own tokens cost: their costs are None,
+    and a difference of costs is left out.
     """
-    names = list(played)
-    first = names[0]
-    base = names[1] if len(names) > 1 else first
+    first = next(iter(played))
     done = {name: Finished.of(pairs, name not in unpriced) for name, pairs in played.items()}
     summaries = {}
     for name, pairs in played.items():
         summary = _summary(pairs, done[name])
         summary["behind"] = differences(done[first], done[name])
-        summary["published"] = None
-        if name not in unpriced and base not in unpriced:
-            summary["published"] = published_preference(pairs, played[base])
         summaries[name] = summary
     return summaries
 
@@ -227,32 +220,6 @@ def differences(ours: Finished, theirs: Finished) -> dict[str, Difference]:
         if values:
             results[name] = Difference(*interval(values), p_value(values))
     return results
-
-
-def published_preference(ours: Pairs, base: Pairs) -> float | None:
-    """Returns the score of the paper's appendix L, the mean over tasks that both finished.
-
-        R = M . P if the answer is right, else 0
-        M_k = m_k / max(1, m0_k) for outcome and tools, m0_k / max(1, m_k) for cost and latency
-
-    m0 is the base's first attempt. The paper leaves units open: here US cents and minutes. None if
-    there is no such task.
-    """
-    first_of_base = {}
-    for task, attempt in finished(base):
-        first_of_base.setdefault(task.id, attempt)
-    scores = []
-    for task, attempt in finished(ours):
-        if task.id not in first_of_base:
-            continue
-        other, preference = first_of_base[task.id], task.preference
-        score = preference.outcome * attempt.outcome / max(1, other.outcome)
-        score += preference.cost * 100 * other.cost_usd / max(1, 100 * attempt.cost_usd)
-        score += preference.latency * other.latency_s / 60 / max(1, attempt.latency_s / 60)
-        for name, weight in preference.tools.items():
-            score += weight * attempt.calls.get(name, 0) / max(1, other.calls.get(name, 0))
-        scores.append(score if attempt.outcome == 1 else 0.0)
-    return fmean(scores) if scores else None
 
 
 def finished(pairs: Iterable[Pair]) -> list[Pair]:
@@ -338,17 +305,6 @@ def _figures(task: Task, attempt: Trajectory) -> Figures:
         "turns": len(attempt.turns),
         "tokens": sum(attempt.sampled),
     }
-
-
-def _held_out_figures(task: Task, attempt: Trajectory) -> Figures:
-    """Returns the figures, and `reward_of_calls`: the score if the policy's own tokens were free.
-
-    A fixed router pays for no tokens, so this compares what the calls of both are worth.
-    """
-    calls_alone = copy(attempt)
-    calls_alone.policy_usd, calls_alone.latency_s = 0.0, attempt.calls_s
-    figures = _figures(task, attempt)
-    return figures | {"reward_of_calls": score(task, calls_alone).reward}
 
 
 def _means_by(names: Sequence[str], rows: Sequence[Figures]) -> dict[str, Figures]:

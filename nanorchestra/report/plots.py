@@ -75,7 +75,7 @@ LEARNING = (
     Panel("Cost per task", "cost_usd", dollars),
     Panel("Time per task", "latency_s", seconds),
     Panel("Preference score", "preference"),
-    Panel("Bans broken", "avoided_rate", percent),
+    Panel("Avoided tools called", "avoided_rate", percent),
     Panel("Parts of the reward by the price list", "reward_parts"),
 )
 RIGHT = Panel("Right answers", "accuracy", percent)

@@ -26,13 +26,11 @@ MEASURES = {
     "latency_s": Measure("time", seconds),
     "cost_per_correct_usd": Measure("cost/right", dollars),
     "preference": Measure("preference", decimal),
-    "avoided_rate": Measure("bans broken", percent),
+    "avoided_rate": Measure("avoided called", percent),
     "turns": Measure("turns", partial(decimal, decimals=1)),
     "tokens": Measure("tokens", partial(decimal, decimals=0)),
-    "published": Measure("appendix L", decimal),
     "tasks": Measure("tasks", partial(decimal, decimals=0)),
     "failed": Measure("failed", partial(decimal, decimals=0)),
-    "reward_of_calls": Measure("reward of calls", decimal),
 }
 OUTCOME = Measure("outcome", decimal)  # of a world that gives partial credit, its accuracy
 MAIN = ("reward", "accuracy", "exact", "cost_usd", "latency_s")

@@ -15,7 +15,6 @@ from worlds.metrics import (
     measure,
     p_value,
     pass_hat,
-    published_preference,
     score,
     summarise,
 )
@@ -96,16 +95,3 @@ def test_summaries_split_by_preference_and_kind_and_count_what_is_behind_a_name(
     assert summary["calls"] == {"large": 1.0}
     assert summary["costs_usd"] == {"large": 0.375, "policy": 0.625}
     assert summary["seconds_by"] == {"large": 2.5, "policy": 6.0, "waiting": 1.5}
-
-
-def test_the_published_preference_is_that_of_appendix_l():
-    """Cents and minutes: 2 cents and 3 minutes beside the base's 4 cents and 6 minutes."""
-    task = make_task(preference=Preference("", 0.5, 0.25, 0.125, {"a": 0.1}))
-    base = [(task, make_attempt(task, cost_usd=0.04, latency_s=360.0, calls={"a": 2}))]
-    ours = [(task, make_attempt(task, cost_usd=0.02, latency_s=180.0, calls={"a": 3}))]
-    assert published_preference(ours, base) == pytest.approx(
-        0.5 * 1 / 1 + 0.25 * 4 / 2 + 0.125 * 6 / 3 + 0.1 * 3 / 2
-    )
-    wrong = [(task, make_attempt(task, outcome=0.0))]
-    assert published_preference(wrong, base) == 0.0
-    assert published_preference([(task, failed(task))], base) is None
