@@ -99,7 +99,7 @@ from reward import POLICY, PRICES, group_rewards, task_rewards
 from worlds import metrics
 from worlds.desk import Desk
 from worlds.desk_programs import PROGRAMS
-from worlds.load import agent_of, note_on_tools, open_world
+from worlds.load import note_on_tools, open_world
 from worlds.routers import routers_by_name
 from worlds.user_reward import UserReward, load_reward
 from worlds.user_world import UserWorld
@@ -128,7 +128,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     own_worlds = [part for part in parts if isinstance(part, UserWorld)]
     for number, own in enumerate(own_worlds):
         keep_file(run, f"world{number or ''}", own.name, own.source)
-    if agent := agent_of(config.task):
+    if agent := config.task.agent:
         keep_file(run, "agent", agent, read_text(agent.rpartition(":")[0]))
     note = note_on_tools(config.model.path, config.task.world, "model.path")
     if note and not is_dry_run(config):  # whose model is not the user's choice
@@ -592,7 +592,7 @@ def write_draft(run: TrainingRun, world: World) -> Path:
 def build_player(config: Config, engine: Engine, temperature: float) -> Rollout:
     """Returns what plays attempts: our loop on the engine, or an agent of the user's."""
     player = build_rollout(config, engine, PRICES[POLICY], temperature)
-    agent = agent_of(config.task)
+    agent = config.task.agent
     if not agent:
         return player
     from nanorchestra.serving.agents import played_by

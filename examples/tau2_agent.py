@@ -1,7 +1,8 @@
 """tau2-bench's own LLMAgent in training: its loop, tasks, users and rewards, our policy.
 
     export PYTHONPATH=tau2-bench/src TAU2_DOMAIN=retail TAU2_USER=gpt-4.1
-    python train.py --config qwen3-8b --task.world agent:examples/tau2_agent.py:play
+    python train.py --config qwen3-8b --task.world examples/tau2_agent.py \
+        --task.agent examples/tau2_agent.py:play
 
 TAU2_USER is the model that plays users, as litellm names it; TAU2_USER_ARGS its arguments as JSON.
 """
@@ -18,6 +19,14 @@ from tau2.runner.simulation import run_simulation
 DOMAIN = os.environ.get("TAU2_DOMAIN", "mock")
 STEPS = 40
 SPLITS = {"train": "train", "held_out": "test"}  # of tau2; a domain without them has "base" alone
+
+
+class Tau2Tasks:
+    """The world: a task is a seed, by which `play` chooses one of tau2."""
+
+    def reset(self, seed):
+        """Returns what stands for the question."""
+        return f"Task {seed} of {DOMAIN}"
 
 
 def play(attempt):

@@ -61,8 +61,7 @@ class TaskSection:
     # domains:bank+clinic names them), a directory of data_gen.py, a .jsonl file of ToolScale's
     # rows, questions:FILE with a table of questions and answers (.jsonl, .csv, .tsv, .parquet),
     # frames or hle as the hub has them, recorded:FILE with answers that were given before, a .py
-    # file with an environment of your own, agent:FILE.py:FUNCTION with an agent that has tasks of
-    # its own, or a mixture: 'desk=0.9, data/=0.1'
+    # file with an environment of your own, or a mixture: 'desk=0.9, data/=0.1'
     world: str = "desk"
     tools: str = ""  # catalogue of the tools for questions, a file as tools.py describes
     # experts of the catalogue: simulated, real (asked at their endpoints), record:DIR (real, and

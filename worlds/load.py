@@ -14,7 +14,7 @@ from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from tools import load_tools
-from worlds import agent_tasks, preferences, questions, recorded
+from worlds import preferences, questions, recorded
 from worlds.desk import Desk
 from worlds.mixture import Mixture
 from worlds.toolscale import dataset
@@ -34,24 +34,12 @@ def open_world(
     """
     spending = spending or Spending()
     spending.replies = store_of(settings.experts, "task.experts", spending.replies)
-    if settings.world.startswith(agent_tasks.PREFIX):
-        return agent_tasks.AgentTasks(settings.world, seed)
     shares = parse_mixture(settings.world)
     worlds = {name: _open(name, settings, seed, sandbox, spending) for name in shares}
     if len(worlds) == 1:
         (world,) = worlds.values()
         return world
     return Mixture(settings.world, worlds, shares, seed)
-
-
-def agent_of(settings: TaskSection) -> str:
-    """Returns the agent that plays the attempts, "" for our own loop. UserError for two of them."""
-    own = ""
-    if settings.world.startswith(agent_tasks.PREFIX):
-        own = settings.world.removeprefix(agent_tasks.PREFIX).strip()
-        require(own, f"task.world is {settings.world!r}; it must be agent:FILE.py:FUNCTION")
-        require(not settings.agent, "task.agent: task.world names an agent already")
-    return own or settings.agent
 
 
 def knows_only_desk(model: Path) -> bool:
@@ -114,8 +102,7 @@ def _open(name, settings, seed, sandbox, spending) -> World:
         asks or Path(name).exists(),
         f"task.world: there is no world {name!r}; it must be {', '.join(DESKS)}, "
         f"domains, domains:NAME+NAME, {', '.join(questions.PUBLISHED)}, "
-        f"{questions.PREFIX}FILE, {recorded.PREFIX}FILE, "
-        f"{agent_tasks.PREFIX}FILE.py:FUNCTION, a directory of data_gen.py, a "
+        f"{questions.PREFIX}FILE, {recorded.PREFIX}FILE, a directory of data_gen.py, a "
         ".jsonl file of ToolScale's rows, or a .py file with an environment of your own",
     )
     if name.endswith(".py"):

@@ -85,7 +85,7 @@ class UserWorld:
             world=self.name,
             kind=stated.get("kind", self.kind.__name__),
             offers={name: name for name in names},
-            data={"seed": seed},
+            data={"seed": seed, "split": part},
         )
 
     def environment(self, task: Task, seed: int) -> "UserEnvironment":

@@ -214,8 +214,6 @@ class AgentAttempt(Attempt):
             return self.cut
         if not any(self.trajectory.sampled):
             self._fail("the agent asked the policy nothing")
-        elif "reward" not in self.report and getattr(self.env, "needs_reward", False):
-            self._fail("the agent reported no reward")
         elif "reward" in self.report and not self.trajectory.answer:
             self.trajectory.answer = f"reward {self.report['reward']}"  # its agent ended it well
         return self.cut or "answered"

@@ -26,6 +26,10 @@ CLIENT = openai.OpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=
 OWN = """
 import openai
 
+class Tasks:
+    def reset(self, seed):
+        return f"Task {seed}"
+
 def play(attempt):
     client = openai.OpenAI(base_url=attempt.base_url, api_key=attempt.api_key)
     client.chat.completions.create(model="any", messages=[{"role": "user", "content": "What?"}])
@@ -182,6 +186,6 @@ def test_calls_are_billed_and_run_side_by_side(ours, world):
 def test_a_run_keeps_the_file_of_its_agent(make_training, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(OWN)
-    world = f"agent:{file}:play"
-    run = make_training("own", {"grpo.steps": 1, "task.world": world})
+    mine = {"task.world": str(file), "task.agent": f"{file}:play"}
+    run = make_training("own", {"grpo.steps": 1} | mine)
     assert run.train() and (run.folder.path / "agent.py").read_text() == OWN
