@@ -333,14 +333,17 @@ def open_run(options: Namespace, policies: list[Policy]) -> RunFolder:
             if file.is_file():
                 with file.open("rb") as content:
                     digests.append(f"{hashlib.file_digest(content, 'sha256').hexdigest()}  {file}")
-    describe = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
-    code = subprocess.run(describe, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    code = ""
+    if shutil.which("git"):
+        describe = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]
+        done = subprocess.run(describe, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        code = done.stdout.strip()
     text = tomli_w.dumps(
         {
             "options": {name: value for name, value in vars(options).items() if name not in FREE},
             "policies": {policy.text: policy.settings for policy in policies},
             "files": digests,
-            "code": code.stdout.strip(),
+            "code": code,
             "versions": [sys.version, torch.__version__],
         }
     )
