@@ -23,6 +23,7 @@ import hashlib
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +60,7 @@ WISHES = (  # weights of outcome, cost and latency
     (1.0, 0.5, 0.5),
 )
 MOST_ASKED = 4  # experts, by the teacher
+THRIFT = 6.0  # how strongly it minds what its user minds
 Outcome = Annotated[Number, Field(ge=0, le=1)]
 Amount = Annotated[Number, Field(ge=0)]
 
@@ -98,12 +100,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Offer:
-    """An expert on offer: its tool, and the name under which the file has its answers."""
+    """An expert on offer: its tool, and the name under which the file has its answers.
+
+    `usd` and `seconds` are the means of its answers in the training half.
+    """
 
     name: str
     description: str
     parameters: Json
     expert: str
+    usd: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -210,11 +217,12 @@ class RecordedWorld:
         return self._cases[task.data["case"]]
 
     def lesson(self, index: int, most_tools: int = 0) -> tuple[RecordedEnvironment, list[Lesson]]:
-        """Returns an environment, and a teacher's turns: any experts, then the answer of most.
+        """Returns an environment, and a teacher's turns: some experts, then the answer of most.
 
-        Of answers that are as frequent it gives the latest. Whom to ask it does not show, nor when:
-        it asks another expert as often as not. It thinks what the user wants, in a word, so that a
-        small model has read the wish before rewards depend on it.
+        Of answers that are as frequent it gives the latest. Who is right it does not show, nor when
+        to ask another expert, which it does as often as not. It thinks what the user wants, in a
+        word, and asks experts by `thrift`: so a small model reads the wish where it chooses whom to
+        ask, before rewards depend on it.
         """
         rng = random.Random(f"{self.seed}/lesson/{index}")
         offered = list(self.offers)
@@ -223,10 +231,12 @@ class RecordedWorld:
         env = self._environment(self.task("train", index), offered)
         wish, lessons = env.task.preference.name, []
         while offered and len(lessons) < MOST_ASKED:
-            logprob = -math.log(len(offered))
+            weights = [thrift(offer, env.task) for offer in offered]
+            (number,) = rng.choices(range(len(offered)), weights)
+            logprob = math.log(weights[number] / sum(weights))
             if lessons:
                 logprob -= math.log(2)
-            offer = offered.pop(rng.randrange(len(offered)))
+            offer = offered.pop(number)
             result = env.by_name[offer.name].call({})
             lessons.append(Lesson(wish, "", ToolCall(offer.name, {}), result, logprob))
             if rng.random() < 0.5:
@@ -235,6 +245,18 @@ class RecordedWorld:
         answer = max(reversed(said), key=said.count)
         may_ask = offered and len(lessons) < MOST_ASKED
         return env, [*lessons, Lesson(wish, answer, logprob=-math.log(2) if may_ask else 0.0)]
+
+
+def thrift(offer: Offer, task: Task) -> float:
+    """Returns the weight with which the teacher asks an expert: 1 if its user minds no costs.
+
+    It falls with the mean bill and seconds, as shares of those of the dearest and the slowest
+    expert, which are the task's bounds.
+    """
+    user, most_usd, most_s = task.preference, task.bounds.cost_usd[1], task.bounds.latency_s[1]
+    usd = user.cost * offer.usd / most_usd if most_usd else 0.0
+    seconds = user.latency * offer.seconds / most_s if most_s else 0.0
+    return math.exp(-THRIFT * (usd + seconds) / (user.outcome + user.cost + user.latency or 1.0))
 
 
 def load_world(name: str, seed: int, settings: TaskSection, tools: Sequence[Tool]) -> RecordedWorld:
@@ -255,14 +277,15 @@ def load_world(name: str, seed: int, settings: TaskSection, tools: Sequence[Tool
         offers = []
         for tool in catalogue.as_listed(tools):
             if isinstance(tool, ExpertTool):
-                offers.append(Offer(tool.name, tool.description, tool.parameters, tool.name))
+                words = tool.name, tool.description, tool.parameters
+                offers.append(Offer(*words, tool.name, *_means(tool.name, trained)))
         require(offers, f"{name}: the catalogue task.tools has no expert")
     for case in [*trained, *held_out]:
         missing = [offer.expert for offer in offers if offer.expert not in case.answers]
         problem = f"{file}: case {case.id} has no answer of {', '.join(missing)}"
         require(not missing, f"{problem}; there are {', '.join(case.answers)}")
-    means = [_means(offer.expert, trained) for offer in offers]
-    bounds = Bounds((0.0, max(usd for usd, _ in means)), (0.0, max(s for _, s in means)))
+    most_usd, most_s = max(each.usd for each in offers), max(each.seconds for each in offers)
+    bounds = Bounds((0.0, most_usd), (0.0, most_s))
     user = preferences.of_setting(settings.preference)
     users = [user] if user else list(_users(bounds))
     for each in users:
@@ -293,7 +316,7 @@ def _offers(cases: Sequence[Case]) -> list[Offer]:
                 break
         usd, seconds = _means(expert, cases)
         words = f"${1000 * usd:.2g} a thousand" + (f", {seconds:.1f} s" if seconds else "")
-        offers.append(Offer(name, words, arguments_schema(), expert))
+        offers.append(Offer(name, words, arguments_schema(), expert, usd, seconds))
     return offers
 
 
@@ -329,8 +352,8 @@ def _told(row: Json, other: Json) -> str:
     """Returns the facts of a row in a line; null is told as in the `other` row."""
     parts = []
     for name, value in row.items():
-        value = other[name] if value is None else value
-        if name in UNTOLD:
+        value = other.get(name) if value is None else value
+        if name in UNTOLD or value is None:
             continue
         if isinstance(value, int | float):
             parts.append(f"{float(f'{value:.1g}'):g} {name}")
@@ -344,9 +367,12 @@ def record(world: QuestionWorld, file: Path, parallel: int) -> tuple[int, int]:
 
     Returns how many cases it wrote, and how many lack an answer and are left out: an expert or the
     judge was not reached, or too few US dollars were left. Where the world's endpoints record their
-    replies, the next call asks for what is missing alone.
+    replies, the next call asks for what is missing alone. UserError, before anything is paid, if
+    two questions have one id.
     """
     tasks = [world.task("all", index) for index in range(world.size("all"))]
+    name, count = Counter(map(_case_id, tasks)).most_common(1)[0]
+    require(count == 1, f"{world.name}: {count} questions have the id {name!r}; a case has its own")
     rows = list(in_daemons(partial(_answered, world), tasks, parallel))
     whole = [row for row in rows if row]
     write_whole(file, "".join(json.dumps(row) + "\n" for row in whole))
@@ -366,5 +392,8 @@ def _answered(world: QuestionWorld, task: Task) -> Json | None:
         except EndpointError:  # of the judge
             return None
         answers[name] = [result.content, right, result.cost_usd, result.latency_s]
-    name = task.id.rpartition("/")[0]
-    return {"id": name, "question": task.question, "kind": task.kind, "answers": answers}
+    return {"id": _case_id(task), "question": task.question, "kind": task.kind, "answers": answers}
+
+
+def _case_id(task: Task) -> str:
+    return task.id.rpartition("/")[0]  # without its place in a split
