@@ -1,7 +1,4 @@
-"""The forms of the files that users write: tau2's tasks, and rows with experts.
-
-docs/worlds.md describes them. tau2's tasks may hold more than stands here.
-"""
+"""The form of a line of tasks.jsonl, as docs/worlds.md describes it; it may hold more."""
 
 from typing import Annotated, Literal, Required
 
@@ -12,9 +9,6 @@ from nanorchestra.records import Json
 from nanorchestra.validation import Text
 
 Name = Annotated[str, Field(pattern=r"^\w+$")]
-
-
-# --- tasks
 
 
 class Action(TypedDict, total=False):
@@ -29,51 +23,13 @@ class Action(TypedDict, total=False):
 Basis = Literal["DB", "ACTION", "COMMUNICATE", "ENV_ASSERTION", "NL_ASSERTION"]
 
 
-class Criteria(TypedDict, total=False):
+class Scored(TypedDict, total=False):
     """What a task is scored by."""
 
-    actions: list[Action] | None
-    communicate_info: list[str] | None
+    actions: Required[list[Action]]
+    communicate_info: Required[list[str]]
     nl_assertions: list[str] | None
-    reward_basis: Annotated[list[Basis], Field(min_length=1)] | None
-
-
-class Wanted(TypedDict, total=False):
-    """Parts of what the user wants."""
-
-    domain: str | None
-    reason_for_call: str | None
-    task_instructions: str | None
-
-
-class Scenario(TypedDict):
-    """What the user wants: a text, or parts of one."""
-
-    instructions: str | Wanted
-
-
-class Tau2(TypedDict):
-    """A task of tau2-bench."""
-
-    id: str | int
-    user_scenario: Scenario
-    evaluation_criteria: Criteria | None
-
-
-class Row(TypedDict, total=False):
-    """A row of a file: a task of ours has a domain."""
-
-    domain: str
-    category: Literal["qa", "func_call"]
-
-
-class Offer(TypedDict):
-    """The experts of a row that the published orchestrator was trained on."""
-
-    model_mapping: Json
-    tools: list[Json]
-    tool_pricing: Json
-    pref_vec: Json
+    reward_basis: Required[Annotated[list[Basis], Field(min_length=1)]]
 
 
 class Parts(TypedDict, total=False):
@@ -84,17 +40,9 @@ class Parts(TypedDict, total=False):
 
 
 class Spoken(TypedDict):
-    """The scenario of a task of ours."""
+    """The scenario of a task."""
 
     instructions: Parts
-
-
-class Scored(Criteria, total=False):
-    """The criteria of a task of ours."""
-
-    actions: Required[list[Action]]
-    communicate_info: Required[list[str]]
-    reward_basis: Required[Annotated[list[Basis], Field(min_length=1)]]
 
 
 class Rule(TypedDict):
