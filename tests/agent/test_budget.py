@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import random
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from tools import PythonTool, RecordsTool
 from worlds.load import open_world
 from worlds.toolscale.dataset import load_world
 from worlds.toolscale.environment import Models
+from worlds.toolscale.offers import EXPERTS
 
 ATTEMPTS = int(os.environ.get("BUDGET_ATTEMPTS", 210))
 SETTINGS = RolloutSection(turns=5, turn_tokens=150, context_tokens=2500, calls_per_turn=3)
@@ -147,7 +147,8 @@ def play(nano_tokenizer, tmp_path):
     tools = {"roles": roles} | dict.fromkeys(("experts", "endpoint"), [*plain, python, records])
 
     questions = f"questions:{tmp_path / 'rows.jsonl'}"
-    everyone = defaultdict(lambda: experts["gpt-5"])
+    offered = [*EXPERTS["train"], *EXPERTS["held_out"]]
+    everyone = dict.fromkeys(offered, experts["gpt-5"])
     worlds = {
         "desk": open_world(TaskSection("desk"), 0, Wasteful(rng)),
         "published": open_world(TaskSection(questions, tools=str(PUBLISHED)), 0, Wasteful(rng)),

@@ -212,22 +212,24 @@ class DomainEnvironment:
 
         `asked` is the language model behind it, None for a simulation.
         """
-        alias, answer = expert["alias"], None
+        alias = expert["alias"]
         if asked is None:
             turn, result = self._simulated(expert)
         else:
             result = await in_thread(observed, alias, partial(asked.ask, self._turn(), alias))
             turn = _read("" if result.error else result.content)
+        failed = result.infrastructure
         if result.error:
             text = result.content
         elif turn.calls:
             made = await self._do(turn.calls[0])
+            failed = made.infrastructure
             text = made.content if made.refused else self.history[-1].replace("The agent", alias, 1)
         else:
             answer = await self.reply(turn.content)
+            failed = answer is not None and answer.infrastructure
             reaction = f"The user: {answer.content}" if answer else "The user has ended the talk."
             text = f"{alias} wrote to the user: {turn.content}\n{reaction}"
-        failed = result.infrastructure or answer is not None and answer.infrastructure
         evidence = {} if result.error else {"attempts": [[alias, text]]}
         return replace(result, content=text, infrastructure=failed, alias=alias, findings=evidence)
 
