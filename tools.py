@@ -36,7 +36,7 @@ from nanorchestra.agent.failures import failed
 from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import ArgumentParser, UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
-from nanorchestra.records import RESULT_WORDS, Price, ToolResult
+from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema, schema_fault
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.endpoint import Endpoint
@@ -76,7 +76,6 @@ class PythonTool(Tool):
     latency_s: float | None = None
     timeout_s: float = 5.0
     usd_per_second: float = 0.0
-    result_words: int = RESULT_WORDS
     replies: Replies = UNRECORDED
     kind, blocking = "code", True
     parameters = arguments_schema({"code": CODE}, code="string")
@@ -119,7 +118,6 @@ class LookupTool(Tool):
     index: Index | RemoteIndex
     usd_per_call: float = 0.0
     passages: int = 1
-    result_words: int = RESULT_WORDS
     replies: Replies = UNRECORDED
     kind = "search"
     parameters = arguments_schema({"query": QUERY}, query="string")
@@ -319,10 +317,7 @@ class Catalogue:
                 *usd, seconds = listed[alias]
                 expert = replace(expert, price=Price(*usd), latency_s=seconds)
             experts[alias] = expert
-        words = entry.get("result_words", RESULT_WORDS)
-        return RoleTool(
-            entry["name"], entry["description"], experts, given=given, result_words=words
-        )
+        return RoleTool(entry["name"], entry["description"], experts, given=given)
 
     def _expert(self, listed_as, where, offered_as) -> Expert:
         """Returns an expert by its name in the table, for a tool that offers it under another."""

@@ -18,7 +18,7 @@ from nanorchestra.errors import nearest, require
 from nanorchestra.schemas import Json
 from nanorchestra.validation import Number, validated
 
-RESULT_WORDS = 3_000  # that the policy reads of a result, if its tool states no `result_words`
+RESULT_WORDS = 3_000  # that the policy reads of a result
 Weight = Annotated[Number, Field(ge=0, le=1e9)]
 ToolWeight = Annotated[Number, Field(ge=-1e9, le=1e9)]
 Limit = Annotated[Number, Field(gt=0, le=1e9)]

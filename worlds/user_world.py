@@ -26,7 +26,7 @@ from nanorchestra.agent.world import Split
 from nanorchestra.errors import UserError, WorldError, require
 from nanorchestra.files import import_file, own_code, read_text
 from nanorchestra.records import Bounds, Preference, Task
-from nanorchestra.tools.functions import FunctionTool, is_within, tool
+from nanorchestra.tools.functions import FunctionTool, tool
 from nanorchestra.validation import Number, Text, validated
 from worlds.judge import grade
 from worlds.preferences import worded
@@ -139,11 +139,10 @@ class UserEnvironment(ToolEnvironment):
             if not hasattr(instance, "answer"):
                 raise WorldError(f"{where}: no reward and no answer; {right}")
             return grade(self.task.question, str(instance.answer), answer)[0]
-        outcome = own_code(lambda: instance.reward(answer), f"{where}.reward", self.file)
-        if not (is_within(outcome, most=1.0) or isinstance(outcome, bool)):
-            text = f"it returned {outcome!r:.80}; it must be from 0 to 1"
-            raise WorldError(f"{where}.reward: {text}")
-        return float(outcome)
+        outcome = own_code(lambda: float(instance.reward(answer)), f"{where}.reward", self.file)
+        if not 0 <= outcome <= 1:
+            raise WorldError(f"{where}.reward: it returned {outcome}; it must be from 0 to 1")
+        return outcome
 
 
 def load_user_world(name: str, seed: int) -> UserWorld:

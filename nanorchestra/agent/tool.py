@@ -67,7 +67,6 @@ class Tool:
     returns in bounded time, and the seconds that it waits are part of its latency.
     usd_per_call, usd_per_second, timeout_s: its price, from which follows the most that a call can
     cost. A tool with another price says so in its own `most_usd`: a user's limits hold by it.
-    result_words: how many words of a result the policy reads.
     helpers: tools that it calls.
     """
 
@@ -79,7 +78,6 @@ class Tool:
     usd_per_call = 0.0
     usd_per_second = 0.0
     timeout_s = 0.0
-    result_words = RESULT_WORDS
     helpers: "Sequence[Tool]" = ()
 
     def call(self, arguments: Json) -> ToolResult:
@@ -173,20 +171,20 @@ def prepare(tools: Mapping[str, Tool], call: ToolCall, allowance: Allowance) -> 
 
 async def _in_its_thread(tool: Tool, arguments: Json) -> ToolResult:
     """Returns the result of a call, as the policy reads it; a tool that blocks has a thread."""
-    observe = partial(observed, tool.name, partial(tool.call, arguments), tool.result_words)
+    observe = partial(observed, tool.name, partial(tool.call, arguments))
     result = await in_thread(observe) if tool.blocking else observe()
     return replace(result, alias=tool.alias(arguments))
 
 
-def observed(name: str, call: Callable[[], ToolResult], words: int = RESULT_WORDS) -> ToolResult:
-    """Returns the result of a call of `name`, cut to `words`; whatever it raises is one, too.
+def observed(name: str, call: Callable[[], ToolResult]) -> ToolResult:
+    """Returns the result of a call of `name`, cut to RESULT_WORDS; whatever it raises is one, too.
 
     A cancellation, an interrupt or a panic that a tool raises is no ordinary exception: out of the
     tool's thread it would end other attempts, or the process. Ctrl-C reaches the main thread alone.
     """
     try:
         result = call()
-        return replace(result, content=shortened(result.content, words))
+        return replace(result, content=shortened(result.content, RESULT_WORDS))
     except BaseException as error:
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and isinstance(error, KeyboardInterrupt):

@@ -75,7 +75,6 @@ class ToolEntry(TypedDict, total=False):
 
     name: Required[Name]
     description: Required[Text]
-    result_words: Count  # that the policy reads of a result
 
 
 class Code(ToolEntry, total=False):
@@ -122,7 +121,6 @@ class Server(TypedDict, total=False):
 
     name: Required[Name]
     only: Annotated[list[Text], Field(min_length=1)]
-    result_words: Count
     usd_per_call: Usd
     timeout_s: Seconds
 
@@ -157,7 +155,6 @@ class Decorated(TypedDict, total=False):
     kind: Literal["function", "search", "code"]
     usd_per_call: Usd
     timeout_s: Seconds
-    result_words: Count
 
 
 KINDS = {

@@ -19,7 +19,6 @@ program prints. With a published role in the catalogue it works for the role's e
 import functools
 import inspect
 import json
-import math
 import re
 import runpy
 import time
@@ -38,7 +37,7 @@ from nanorchestra.agent.threads import in_daemon
 from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import UserError, nearest, require
 from nanorchestra.files import own_fault
-from nanorchestra.records import RESULT_WORDS, ToolResult
+from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.entries import Decorated
 from nanorchestra.tools.replies import UNRECORDED, Replies
@@ -72,7 +71,6 @@ class FunctionTool(Tool):
     function: Callable[..., Any]
     usd_per_call: float = 0.0
     timeout_s: float = 60.0
-    result_words: int = RESULT_WORDS
     kind: str = FUNCTION
     replies: Replies = UNRECORDED
     blocking = True
@@ -104,8 +102,10 @@ class FunctionTool(Tool):
         """Returns the observation of a value, with what it adds to the evidence."""
         documents = []
         if isinstance(value, ToolResult):
-            documents = _documents(value.content)
-            result = self._checked(value, seconds)
+            documents, usd = _documents(value.content), value.cost_usd
+            stated = f"usd_per_call states {dollars(self.usd_per_call)} at most"
+            require(0 <= usd <= self.usd_per_call, f"it has charged {usd!r} US dollars; {stated}")
+            result = replace(value, content=_text(value.content))
         elif self.kind == "search":
             documents = _documents(value)
             text = "\n\n".join(documents) or "nothing found"
@@ -117,30 +117,6 @@ class FunctionTool(Tool):
         if self.kind == "code":
             return replace(result, findings={"code": [[arguments["code"], result.content]]})
         return replace(result, findings={"documents": documents[::-1]})  # the last one is the best
-
-    def _checked(self, result, seconds) -> ToolResult:
-        """Returns a result that the function made itself, with numbers that limits can count on.
-
-        It has run, so its call counts. A charge that is wrong is an error, and billed.
-        """
-        result = replace(
-            result,
-            content=_text(result.content),
-            latency_s=result.latency_s if is_within(result.latency_s) else seconds,
-            refused=False,
-        )
-        if is_within(result.cost_usd, most=self.usd_per_call):
-            return result
-        usd = result.cost_usd if is_within(result.cost_usd) else self.usd_per_call
-        stated = f"usd_per_call states {dollars(self.usd_per_call)} at most"
-        text = f"Error: {self.name} has charged {result.cost_usd!r} US dollars; {stated}"
-        return replace(result, content=text, cost_usd=usd, error=True)
-
-
-def is_within(value: Any, most: float = math.inf) -> bool:
-    """Returns whether a value is a finite number (NaN is none) from 0 to `most`."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and 0.0 <= value <= most and value < math.inf
 
 
 def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:
@@ -176,7 +152,7 @@ def tool(
 ) -> Any:
     """Decorates a typed, documented function, which becomes a FunctionTool of its name.
 
-    `settings` are usd_per_call, timeout_s and result_words. UserError if a type hint or the
+    `settings` are usd_per_call and timeout_s. UserError if a type hint or the
     docstring is missing, if a type has no JSON form, or if a function of this kind needs another
     argument.
     """

@@ -34,7 +34,7 @@ from nanorchestra.agent.failures import failed
 from nanorchestra.agent.threads import abandoned
 from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import UserError, require
-from nanorchestra.records import RESULT_WORDS, ToolResult
+from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import CONNECT_S, SECRET_CHARS, masked, secret
 from nanorchestra.tools.replies import UNRECORDED, Replies
@@ -42,7 +42,7 @@ from nanorchestra.tools.replies import UNRECORDED, Replies
 START_S = 60.0  # for a server to start and to list its tools; npx and uvx may install it first
 PROBE_S = 5.0  # for a server to list its tools again, after a call that took too long
 LOOK_S = 0.1  # between two looks whether a call is abandoned
-SETTINGS = "only", "usd_per_call", "timeout_s", "result_words"
+SETTINGS = "only", "usd_per_call", "timeout_s"
 ENDED = types.CONNECTION_CLOSED, types.INVALID_REQUEST  # the latter of a session that is over
 
 for name in ("mcp", "client"):  # what a server does wrong is an observation, no log
@@ -60,7 +60,6 @@ class McpTool(Tool):
     remote: str
     usd_per_call: float = 0.0
     timeout_s: float = 60.0
-    result_words: int = RESULT_WORDS
     replies: Replies = UNRECORDED
     kind, blocking = "mcp", True
 

@@ -16,7 +16,7 @@ from nanorchestra.agent.evidence import Evidence
 from nanorchestra.agent.failures import failed
 from nanorchestra.agent.tool import Allowance, Tool
 from nanorchestra.errors import UserError
-from nanorchestra.records import RESULT_WORDS, Price, ToolResult
+from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.endpoint import Endpoint, OnPart
 from nanorchestra.tools.http import Reply
@@ -253,7 +253,6 @@ class ExpertTool(Tool):
     description: str
     expert: Expert
     evidence: Evidence | None = None
-    result_words: int = RESULT_WORDS
     kind, blocking = "expert", True
     parameters = arguments_schema({"task": TASK}, task="string") | {"required": []}
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from nanorchestra.agent.evidence import Evidence, EvidenceBudget
 from nanorchestra.agent.tool import Allowance, RefusedError, Tool, observed
-from nanorchestra.records import RESULT_WORDS, ToolResult, banned, part
+from nanorchestra.records import ToolResult, banned, part
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.models import Expert
 
@@ -57,7 +57,6 @@ class RoleTool(Tool):
     helpers: Sequence[Tool] = ()
     given: Json | None = None
     evidence: Evidence | None = None
-    result_words: int = RESULT_WORDS
     text: str | None = None
     blocking = True
 
@@ -151,7 +150,7 @@ class RoleTool(Tool):
         down = False  # no search has found anything, and one of them could not be asked
         for helper in self.helpers if written[what] else ():
             # Whatever it raises is a result, since the expert is to be billed.
-            result = observed(helper.name, partial(helper.call, written), helper.result_words)
+            result = observed(helper.name, partial(helper.call, written))
             results.append(result)
             parts.append(part(helper.name, written, result))
             down = down or result.infrastructure

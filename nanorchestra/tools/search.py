@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from nanorchestra.agent.tool import Tool
 from nanorchestra.errors import require
-from nanorchestra.records import RESULT_WORDS, ToolResult
+from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.http import Reply, post
 from nanorchestra.tools.spending import Charge, Spending, UnpaidError
@@ -56,7 +56,6 @@ class WebSearch(Tool):
     timeout_s: float = 60.0
     base_url: str = TAVILY
     spending: Spending = field(default_factory=Spending)
-    result_words: int = RESULT_WORDS
     kind, blocking = "search", True
     parameters = arguments_schema({"query": QUERY}, query="string")
 
