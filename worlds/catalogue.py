@@ -77,29 +77,18 @@ def as_listed(tools: Sequence[Tool]) -> list[Tool]:
     return [_described(tool, DESCRIPTIONS[0]) for tool in tools]
 
 
-def draw(
-    tools: Sequence[Tool],
-    rng: random.Random,
-    varied: bool,
-    called: Sequence[str] = (),
-    most_tools: int = 0,
-) -> list[Tool]:
+def draw(tools: Sequence[Tool], rng: random.Random, varied: bool) -> list[Tool]:
     """Returns what a task offers: the catalogue as listed, or `varied` as in the paper.
 
     A varied task has a random subset of the tools, or all if no expert is among it, and of a
     published role some of its experts, in any order behind its aliases. Other experts have aliases
-    of their own. Prices follow a schedule. Tools in `called` are always on offer, others until
-    there are `most_tools` (0: no limit).
+    of their own. Prices follow a schedule.
     """
     if not varied:
         return as_listed(tools)
     chosen = [tool for tool in tools if isinstance(tool, RoleTool) or rng.random() < OFFERED]
     if not any(experts_of(tool) for tool in chosen):
         chosen = list(tools)
-    if called:
-        needed = [tool for tool in tools if tool.name in called]
-        others = [tool for tool in chosen if tool.name not in called]
-        chosen = needed + (others[: max(0, most_tools - len(needed))] if most_tools else others)
     rng.shuffle(chosen)
     schedule = rng.choice(SCHEDULES["train"])
     aliases = iter(draw_aliases(rng, len(chosen)))

@@ -7,13 +7,11 @@ A training task offers a random subset of a catalogue's tools. Experts have alia
 change from task to task and stand in a description, as in the paper (arXiv 2511.21689). Held-out
 tasks offer the catalogue as it is. The user's preference comes with the row or from the config, by
 which it is the same, none, or drawn for each task. A task is a function of split, index and seed.
-Rows that state calls demonstrate them in a warm start.
 
 Experts are the endpoints of the catalogue, or simulations: these know the row's answer and give it
 with a probability that grows with the price of the model behind them.
 """
 
-import asyncio
 import csv
 import hashlib
 import io
@@ -33,13 +31,13 @@ from typing_extensions import TypedDict
 
 from nanorchestra import formats
 from nanorchestra.agent.environment import ToolEnvironment
-from nanorchestra.agent.tool import Allowance, RefusedError, Tool, all_ban_names, refused
-from nanorchestra.agent.world import Lesson, Split
+from nanorchestra.agent.tool import Tool, all_ban_names
+from nanorchestra.agent.world import Split
 from nanorchestra.config import TaskSection
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines, read_text
-from nanorchestra.records import Bounds, Preference, Task, ToolCall
-from nanorchestra.schemas import Json, argument_error, whole_characters
+from nanorchestra.records import Bounds, Preference, Task
+from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.models import ExpertTool
 from nanorchestra.validation import Text, validated
 from worlds import catalogue, preferences
@@ -78,14 +76,6 @@ MISTAKES = 8  # wrong answers that simulated experts choose from
 READ = 1500  # tokens that an expert reads in a usual call, for the bounds of a reward
 
 
-class CallForm(TypedDict, total=False):
-    """A call that a row demonstrates."""
-
-    tool: Required[str]
-    arguments: Json
-    thought: str
-
-
 class RowForm(TypedDict, total=False):
     """A row of a file, its fields under the names that are used here; what is else there is not."""
 
@@ -95,23 +85,17 @@ class RowForm(TypedDict, total=False):
     answer: Required[Text | StrictInt | StrictFloat]
     preference: str
     vector: Json
-    calls: list[CallForm]
 
 
 @dataclass(frozen=True)
 class QuestionRow:
-    """One question. `preference` is in the names of the catalogue; None: the world's.
-
-    `calls` demonstrate the way to the answer: a tool of the catalogue, its arguments, and a thought
-    before them.
-    """
+    """One question. `preference` is in the names of the catalogue; None: the world's."""
 
     id: str
     question: str
     answer: str
     kind: str
     preference: Preference | None = None
-    calls: Sequence[Json] = ()
 
 
 class QuestionEnvironment(ToolEnvironment):
@@ -165,12 +149,8 @@ class QuestionWorld:
         if split == "all":
             split = HELD_OUT
         draw = {"seed": f"{self.seed}/{split}/{index}/{row.id}", "varied": split != HELD_OUT}
-        return self._task(row, rows, split, f"{row.id}/{split}-{index}", draw)
-
-    def _task(self, row, rows, split, name, draw) -> Task:
-        """Returns a task that asks a row; `draw`: a seed, and arguments of catalogue.draw."""
         rng = random.Random(draw["seed"])
-        tools = self._offered(self.tools, draw, rng)
+        tools = catalogue.draw(self.tools, rng, draw["varied"])
         preference = row.preference or self.preference
         if preference is None:
             names = [name for tool in tools for name in catalogue.experts_of(tool) or [tool.name]]
@@ -191,7 +171,7 @@ class QuestionWorld:
             "draw": draw,
         }
         return Task(
-            name,
+            f"{row.id}/{split}-{index}",
             row.question,
             preference,
             _bounds(tools),
@@ -206,13 +186,10 @@ class QuestionWorld:
         tools, draw = self.tools, task.data["draw"]
         if self.simulated:
             tools = [catalogue.simulated(tool, task, seed) for tool in tools]
-        env = QuestionEnvironment(task, self._offered(tools, draw, random.Random(draw["seed"])))
+        offered = catalogue.draw(tools, random.Random(draw["seed"]), draw["varied"])
+        env = QuestionEnvironment(task, offered)
         env.judge = self.judge
         return env
-
-    def _offered(self, tools, draw, rng) -> list[Tool]:
-        settings = {name: value for name, value in draw.items() if name != "seed"}
-        return catalogue.draw(tools, rng, **settings)
 
     def _renamed(self, preference: Preference, offers: Sequence[Tool]) -> Preference:
         """Returns a preference over the tools on offer, under their aliases, in the words too.
@@ -235,46 +212,6 @@ class QuestionWorld:
         kept = [ban for ban in preference.never if ban not in catalogue.names_of(self.tools)]
         never = [*catalogue.reached(preference.never, offers), *kept]
         return replace(preference, text=text, tools=tools, never=list(dict.fromkeys(never)))
-
-
-class TaughtQuestions(QuestionWorld):
-    """Questions of which some rows state calls, for a warm start."""
-
-    def lesson(self, index: int, most_tools: int = 0) -> tuple[QuestionEnvironment, list[Lesson]]:
-        """Returns an environment, and the calls of a row, made in it, then the row's answer.
-
-        The tools that it calls are on offer, others up to `most_tools` (0: no limit). The rows are
-        taken round and round. One whose answer stands in none of the results is passed over: it
-        would teach to guess, or to break a ban. UserError if there is no other.
-        """
-        rows = self._rows("train")
-        taught = [row for row in rows if row.calls]
-        for attempt in range(len(taught)):
-            row = taught[(index + attempt) % len(taught)]
-            name = f"{row.id}/lesson-{index}-{attempt}"
-            draw = {"seed": f"{self.seed}/{name}", "varied": True, "most_tools": most_tools}
-            draw["called"] = sorted({call["tool"] for call in row.calls})
-            env = self.environment(self._task(row, rows, "train", name, draw), index)
-            lessons = [self._made(call, env) for call in row.calls]
-            results = "\n".join(lesson.result.content for lesson in lessons)
-            if row.answer.casefold() in results.casefold():
-                return env, [*lessons, Lesson("", row.answer)]
-        raise UserError(
-            f"{self.name}: the calls of {len(taught)} rows lead to no result with the row's answer"
-        )
-
-    def _made(self, stated: Json, env: QuestionEnvironment) -> Lesson:
-        """Returns a call of a row, made in an environment under its alias there."""
-        (tool,) = (tool for tool in self.tools if tool.name == stated["tool"])
-        what = catalogue.row(tool)["what"]
-        alias = next(row["name"] for row in env.task.data["tools"] if row["what"] == what)
-        call = ToolCall(alias, stated.get("arguments", {}))
-        try:
-            prepared = env.prepare(call, Allowance(never=env.task.preference.never))
-            result = asyncio.run(prepared.run())
-        except RefusedError as error:
-            result = refused(str(error))
-        return Lesson(stated.get("thought", ""), call=call, result=result)
 
 
 def _bounds(tools) -> Bounds:
@@ -306,47 +243,28 @@ def load_world(
     for split, rows in splits.items():
         random.Random(f"{seed}/{split}").shuffle(rows)
     simulated = settings.experts == "simulated"
-    teaches = any(row.calls for row in splits["train"])
-    world = TaughtQuestions if teaches else QuestionWorld
-    return world(name, splits, tools, judge, seed, simulated, preference)
+    return QuestionWorld(name, splits, tools, judge, seed, simulated, preference)
 
 
 def _fitting(rows: Sequence[QuestionRow], file: Path, tools: Sequence[Tool]) -> list[QuestionRow]:
-    """Returns the rows without calls and weights of tools that the catalogue lacks.
+    """Returns the rows without weights of tools that the catalogue lacks.
 
-    A line on stderr counts each of the two. UserError for a call or a ban that is wrong.
+    A line on stderr counts these. UserError for a ban that is wrong.
     """
     names, ban_names = catalogue.names_of(tools), all_ban_names(tools)
-    by_name = {tool.name: tool for tool in tools}
-    lacking = {"calls": Counter(), "weights": Counter()}
-    fitting = []
+    lacking, fitting = Counter(), []
     for row in rows:
-        where = f"{file}: question {row.id}"
-        for call in row.calls:
-            _check_call(call, by_name, f"{where}: calls")
-        if unknown := {call["tool"] for call in row.calls} - by_name.keys():
-            lacking["calls"].update(unknown)
-            row = replace(row, calls=())
         if row.preference is not None:
             weights = row.preference.tools
-            lacking["weights"].update(weights.keys() - {*names})
+            lacking.update(weights.keys() - {*names})
             known = {name: weight for name, weight in weights.items() if name in names}
             row = replace(row, preference=preferences.worded(replace(row.preference, tools=known)))
-            row.preference.check_names(where, names, ban_names)
+            row.preference.check_names(f"{file}: question {row.id}", names, ban_names)
         fitting.append(row)
-    for what, counts in lacking.items():
-        if counts:
-            listed = ", ".join(f"{name} ({times} rows)" for name, times in counts.most_common(5))
-            print(f"{file}: {what} of tools that the catalogue lacks: {listed}", file=sys.stderr)
+    if lacking:
+        listed = ", ".join(f"{name} ({times} rows)" for name, times in lacking.most_common(5))
+        print(f"{file}: weights of tools that the catalogue lacks: {listed}", file=sys.stderr)
     return fitting
-
-
-def _check_call(call: Json, tools: dict[str, Tool], where: str) -> None:
-    """UserError unless a tool of the catalogue takes the arguments of a demonstrated call."""
-    if call["tool"] not in tools:
-        return
-    problem = argument_error(call.get("arguments", {}), tools[call["tool"]].parameters)
-    require(not problem, f"{where}: {call['tool']}: {problem}")
 
 
 def is_questions(name: str) -> bool:
@@ -430,5 +348,4 @@ def _row(value, file, number):
         answer=whole_characters(str(known["answer"])).strip(),
         kind=str(known.get("kind", file.stem)),
         preference=preference,
-        calls=known.get("calls", ()),
     )
