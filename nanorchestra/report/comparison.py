@@ -6,7 +6,8 @@ from pathlib import Path
 from statistics import fmean
 
 from nanorchestra.files import read_json_lines
-from nanorchestra.report.page import frontiers, write_page
+from nanorchestra.report.page import write_page
+from nanorchestra.report.plots import frontier
 from nanorchestra.report.tables import (
     MAIN,
     MEASURES,
@@ -85,7 +86,7 @@ def _world(name: str, policies: dict[str, Json]) -> Json:
             differences.append([policy, *(difference(behind, key, known[key]) for key in compared)])
     return {
         "name": name,
-        "frontiers": frontiers(policies, name),
+        "frontier": frontier(policies),
         "scores": scores_table(policies),
         "failures": failures(policies),
         "answers": answers_table(policies),

@@ -82,7 +82,7 @@ def write_report(path: str | Path, live: bool = False, phase: str = "") -> None:
         splits=splits,
         answers=answers_table(policies),
         calls=calls,
-        frontier_images=frontiers(policies),
+        frontier_image=plots.frontier(policies),
         curves={title: images for title, images in parts.items() if images},
         groups=groups,
         instructive=instructive(pairs),
@@ -94,16 +94,6 @@ def write_page(run: RunFolder, template: str, **values: object) -> None:
     config = read_text(run.path / "config.toml")
     page = TEMPLATES.get_template(template).render(name=run.path.name, config=config, **values)
     write_whole(run.path / "report.html", page)
-
-
-def frontiers(policies: dict[str, Json], world: str = "") -> dict[str, str]:
-    """Returns the figures of outcomes against cost, and turns, that can be drawn, by title."""
-    start = f"{world}: " if world else ""
-    images = {
-        f"{start}outcomes and cost": plots.frontier(policies),
-        f"{start}outcomes and allowed turns": plots.frontier(policies, turns=True),
-    }
-    return {title: image for title, image in images.items() if image}
 
 
 def _attempts(run: RunFolder) -> tuple[list[Json], list[Pair]]:

@@ -6,7 +6,6 @@ read on light and dark pages.
 
 import io
 import math
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -129,17 +128,13 @@ def curves(rows: Sequence[Json], panels: Sequence[Panel]) -> list[str]:
     return images
 
 
-def frontier(policies: dict[str, Json], turns: bool = False) -> str:
-    """Returns the SVG of right answers, or outcomes, against cost, or against the turns allowed.
+def frontier(policies: dict[str, Json]) -> str:
+    """Returns the SVG of right answers, or outcomes, against cost.
 
     Scores by policy, with 95% intervals; the first two are drawn larger, in blue and orange. A
     policy without a price has no place on the axis of cost. "" if none has a place.
     """
-    shown = {
-        name: scores
-        for name, scores in policies.items()
-        if (":turns=" in name if turns else scores["cost_usd"] is not None)
-    }
+    shown = {name: scores for name, scores in policies.items() if scores["cost_usd"] is not None}
     if not shown:
         return ""
     with rc_context(STYLE):
@@ -149,20 +144,13 @@ def frontier(policies: dict[str, Json], turns: bool = False) -> str:
         measure = measures_of(shown.values())["accuracy"]
         axes.set_title(f"{measure.title.capitalize()} on held-out tasks")
         _write_axis(axes.yaxis, measure.write)
-        if turns:
-            axes.set_xlabel("turns allowed")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        else:
-            axes.set_xlabel("cost per task")
-            axes.xaxis.set_major_locator(MaxNLocator(5))  # amounts are long
-            _write_axis(axes.xaxis, dollars)
+        axes.set_xlabel("cost per task")
+        axes.xaxis.set_major_locator(MaxNLocator(5))  # amounts are long
+        _write_axis(axes.xaxis, dollars)
         points = []
         for place, (name, scores) in enumerate(shown.items()):
+            x, wide = _point(scores, "cost_usd")
             y, up = _point(scores, "accuracy")
-            if turns:
-                x, wide = int(re.search(r":turns=(\d+)", name)[1]), None
-            else:
-                x, wide = _point(scores, "cost_usd")
             points.append((x, y))
             axes.errorbar(
                 x,
