@@ -58,7 +58,7 @@ from nanorchestra.engine.sequence import Request as SampledRequest
 from nanorchestra.engine.stream import TurnStream
 from nanorchestra.errors import UserError, require
 from nanorchestra.model import chat
-from nanorchestra.model.parser import CALL, CALL_END, THINK, THINK_END
+from nanorchestra.model.parser import CALL, CALL_END
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Limit, Preference
 from nanorchestra.schemas import Json
@@ -309,9 +309,9 @@ class SamplingBody(Body):
     )
     top_k: Whole | None = Field(
         None,
-        ge=-1,
+        ge=0,
         le=2**31 - 1,
-        description="Keeps so many of the most probable ids; 0 or -1 keeps all.",
+        description="Keeps so many of the most probable ids; 0 keeps all.",
     )
     n: Whole = Field(1, ge=1, le=128, description="Choices. Choice i has the seed + i.")
     seed: Whole | None = Field(
@@ -530,13 +530,6 @@ class Choice:
             chunk["token_ids"] = ids[new]
         return chunk
 
-    def reasoning(self, request: SampledRequest) -> int:
-        """Returns how many of its ids are reasoning."""
-        if not self._is_chat:
-            return 0
-        ids = request.ids[request.prompt_tokens :][: self.count]
-        return reasoning_tokens(self.tokenizer, ids, self._thinks)
-
     def _take(self, delta, parts, final=False):
         """Adds the parts of a turn to the delta: content up to the first stop."""
         content = self._held
@@ -597,30 +590,14 @@ def merge(whole: Json, chunk: Json) -> None:
             whole[key] = old + value if old and isinstance(value, str | list) else value
 
 
-def usage(prompt: int, sampled: int, cached: int = 0, reasoning: int = 0) -> Json:
+def usage(prompt: int, sampled: int, cached: int = 0) -> Json:
     """Returns OpenAI's count of tokens."""
-    counts = {"prompt_tokens": prompt, "completion_tokens": sampled}
-    details = {
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
-    return counts | {"total_tokens": prompt + sampled} | details
-
-
-def reasoning_tokens(tokenizer: Tokenizer, ids: Sequence[int], thinks: bool = False) -> int:
-    """Returns how many ids of a turn are its reasoning, tags included: those up to </think>.
-
-    With `thinks` the turn begins within it.
-    """
-    text = tokenizer.text_bytes(ids)
-    if not thinks and not text.lstrip().startswith(THINK.encode()):
-        return 0
-    before, end, _ = text.partition(THINK_END.encode())
-    left, count = len(before) + len(end), 0
-    while left > 0:
-        left -= len(tokenizer.text_bytes(ids[count : count + 1]))
-        count += 1
-    return count
 
 
 # --- chunks of an answer
@@ -653,8 +630,7 @@ async def sampled(
     prompt = sum(len(ids) for ids, _ in prompts[:: body.n])
     count = sum(choice.count for choice in choices)
     cached = sum(request.cached_tokens or 0 for request, _ in pairs)
-    reasoning = sum(choice.reasoning(pair[0]) for choice, pair in zip(choices, pairs, strict=True))
-    yield {"choices": [], "usage": usage(prompt, count, cached, reasoning)}
+    yield {"choices": [], "usage": usage(prompt, count, cached)}
 
 
 async def orchestrated(attempt: ServedAttempt, streams: bool) -> AsyncIterator[Json]:
@@ -685,9 +661,7 @@ async def orchestrated(attempt: ServedAttempt, streams: bool) -> AsyncIterator[J
     reason = "stop" if t.status == "answered" else "length"
     yield _chunk(delta, reason, turns=[asdict(turn) for turn in t.turns], **report)
     count = sum(t.sampled)
-    turns = (t.ids[turn.start : turn.end] for turn in t.turns)
-    reasoning = sum(reasoning_tokens(attempt.tokenizer, ids) for ids in turns)
-    counts = len(t.ids) - count, count, 0, reasoning
+    counts = len(t.ids) - count, count
     if attempt.counted:  # by an endpoint; the ids are another tokenizer's
         counts = attempt.counted["read"], attempt.counted["written"]
     yield {"choices": [], "usage": usage(*counts)}
