@@ -417,7 +417,7 @@ class Transcript:
         saved = read_json(path)
         try:
             messages, ids = saved
-            _ = messages[-1]["content"]
+            _ = messages[-2]["content"], messages[-1]["content"]
         except (TypeError, ValueError, LookupError):
             raise UserError(f"{path}: not a conversation, as /save writes") from None
         self.messages, self.ids = messages, ids

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
+from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, NotRequired
@@ -110,15 +111,13 @@ class AgentFunction:
         """Returns {"reward": R}, {"answer": TEXT}, or {}. AgentFailure."""
 
         def call():
-            said = self.function(attempt)
-            return asyncio.run(said) if inspect.isawaitable(said) else said
+            try:
+                said = self.function(attempt)
+                return asyncio.run(said) if inspect.isawaitable(said) else said
+            except BaseException as error:  # of the agent, in a thread that Ctrl-C does not reach
+                raise AgentFailure(own_fault(error, self.name, self.file)[:500]) from None
 
-        try:
-            said = await asyncio.wrap_future(in_daemon(call))
-        except asyncio.CancelledError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise AgentFailure(own_fault(error, self.name, self.file)[:500]) from None
+        said = await asyncio.wrap_future(in_daemon(call))
         if isinstance(said, dict):
             return said
         if said is None:
@@ -238,7 +237,7 @@ class AgentAttempt(Attempt):
     def take(self, report: Json) -> None:
         """Takes the agent's report. AgentFailure for one that is none."""
         reward, answer = report.get("reward"), report.get("answer")
-        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
+        is_number = isinstance(reward, Real) and not isinstance(reward, bool)
         is_reward = is_number and 0 <= reward <= 1
         if not (is_reward or isinstance(answer, str) and reward is None):
             right = '{"reward": a number from 0 to 1} or {"answer": a text}'
