@@ -85,13 +85,13 @@ from nanorchestra.training.optimizers import scheduled
 from nanorchestra.training.packing import Group, MicroBatch, mini_batches, samples_in
 from nanorchestra.training.progress import TrainingRun, peak_memory_mb
 from nanorchestra.training.rollout import (
+    ROLLOUT_S,
     Attempts,
     attempt_seeds,
     evaluation_seeds,
     play_on_ranks,
     require_begun,
     require_most_worked,
-    rollout_timeout_s,
 )
 from nanorchestra.training.trainer import Trainer, UpdateMetrics, merge_updates
 from nanorchestra.training.warm_start import Demonstrations
@@ -134,7 +134,7 @@ def train(run: TrainingRun, sandbox: Sandbox) -> bool:
     if note and not is_dry_run(config):  # whose model is not the user's choice
         run.say(note)
     # Ranks wait for the slowest rollout, which may take hours where tools are slow.
-    rollout_ranks = ranks.with_own_group(rollout_timeout_s(config))
+    rollout_ranks = ranks.with_own_group(ROLLOUT_S)
     held_out = partial(evaluate, run, world, held_out_player, rollout_ranks, spending, user_reward)
 
     demonstrations = Demonstrations(config, world, tokenizer)
@@ -626,7 +626,7 @@ def keep_file(run: TrainingRun, part: str, name: str, source: str) -> None:
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
     options = parse(arguments, __doc__)
-    config, path, resumed = choose_run(options, arguments)
+    config, path, resumed = choose_run(options)
     if options.plan:
         text, fits = plan(
             config, options.gpus, options.memory or None, options.gpu, formats.directory_of

@@ -116,7 +116,7 @@ def test_every_command_of_a_page_has_arguments_that_its_program_reads(page, monk
     def parse_args(self, *given):
         raise ParsedError(real(self, *given))
 
-    def choose_run(options, words):
+    def choose_run(options):
         raise ParsedError(options)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)

@@ -18,11 +18,11 @@ from tyro.conf import FlagCreatePairsOff, arg
 
 from nanorchestra import settings
 from nanorchestra.config import Config, check
-from nanorchestra.errors import UserError, nearest, require
+from nanorchestra.errors import nearest, require
 from nanorchestra.model.checkpoint import NANO_BASE
 from nanorchestra.settings import Settings
 from nanorchestra.training.costs import GPUS
-from nanorchestra.training.run import RunFolder, path_of_run, training_command
+from nanorchestra.training.run import RunFolder, path_of_run
 
 RESUMABLE = ("run.checkpoint_every", "grpo.steps")  # may change when a run is resumed
 
@@ -77,11 +77,8 @@ def parse(words: list[str], description: str | None = None) -> Options:
     return options
 
 
-def choose_run(options: Options, words: list[str]) -> tuple[Config, Path, bool]:
-    """Returns the config, the run's directory, and whether to continue what is in it. UserError.
-
-    `words` are those that the options were read from.
-    """
+def choose_run(options: Options) -> tuple[Config, Path, bool]:
+    """Returns the config, the run's directory, and whether to continue what is in it. UserError."""
     config = options.settings
     if options.resume:
         folder = RunFolder.open(_run_named(options.resume))
@@ -108,28 +105,7 @@ def choose_run(options: Options, words: list[str]) -> tuple[Config, Path, bool]:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if again and (path / "config.toml").exists():
         return settings.load_config(path / "config.toml"), path, True
-    makes_it = first and not options.dry_run and not options.plan
-    if makes_it and (path / "config.toml").is_file():
-        raise UserError(_two_commands(path, words))
     return config, path, False
-
-
-def _two_commands(path: Path, words: list[str]) -> str:
-    """Returns the line about a run that is there: how it goes on, and how another one begins."""
-    resume, number = ["--resume", str(path)], 2
-    if steps := RunFolder.open(path).summary().get("steps"):
-        resume += ["--grpo.steps", str(2 * steps)]  # it is finished
-    while os.path.lexists(path.with_name(f"{path.name}-{number}")):
-        number += 1
-    other = [*words]
-    if "--run.name" in words:
-        named = words.index("--run.name")
-        del other[named : named + 2]  # with its value
-    other += ["--run.name", f"{path.name}-{number}"]
-    return (
-        f"{path}: there is such a run; to go on with it: {training_command(*resume)}; "
-        f"to begin another one: {training_command(*other)}"
-    )
 
 
 def _run_named(word: str) -> Path:

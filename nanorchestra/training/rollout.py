@@ -7,16 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nanorchestra.agent.attempts import RETRIES, Player, play
+from nanorchestra.agent.attempts import Player, play
 from nanorchestra.agent.world import Split, World
 from nanorchestra.config import Config
 from nanorchestra.errors import UserError
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.settings import is_dry_run
-from nanorchestra.training.distributed import COLLECTIVE_S, Ranks
+from nanorchestra.training.distributed import Ranks
 
-CALL_S = 600.0  # of the longest call, retries included: Endpoint.timeout_s, which http.post keeps
-LEAST_TOKENS_PER_S = 10.0  # that the engine samples for one attempt, with all others beside it
+ROLLOUT_S = 24 * 3600.0  # that a rank may need longer for its attempts than the others
 FAILED_SHARE = 0.5  # a step of which more attempts fail ends the run
 
 
@@ -85,18 +84,6 @@ def play_on_ranks(
             raise UserError(their_problem)
     attempts.seconds = time.monotonic() - started
     return attempts
-
-
-def rollout_timeout_s(config: Config) -> float:
-    """Returns the seconds that a rank may need longer for its attempts than the others.
-
-    Each turn samples `turn_tokens`, and its calls run side by side; after the last turn a judge is
-    asked. Attempts that fail are played again.
-    """
-    rollout = config.rollout
-    turn_s = CALL_S + rollout.turn_tokens / LEAST_TOKENS_PER_S
-    attempt_s = max(rollout.turns * turn_s + CALL_S, config.task.agent_timeout_s)
-    return COLLECTIVE_S + (1 + RETRIES) * attempt_s
 
 
 def attempt_seeds(run_seed: int, step: int, count: int) -> list[int]:

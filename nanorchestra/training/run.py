@@ -51,7 +51,7 @@ class RunFolder:
             if not path.exists():
                 advice = f"{path.parent} must be a directory that can be written"
             elif (path / "config.toml").is_file():
-                advice = "resume that run or choose another run name"
+                advice = f"go on with --resume {path}, or choose another run name"
             else:
                 advice = "it holds no run; choose another run name"
             raise UserError(f"{path}: cannot be made ({error.strerror}); {advice}") from None
@@ -113,19 +113,8 @@ class RunFolder:
         return {log.stem: log.stat().st_size for log in logs}
 
     def truncate(self, offsets: dict[str, int]) -> None:
-        """Cuts the logs to `offsets`, so that a resumed run repeats no row.
-
-        UserError, before any is cut, for a log that is shorter: it has lost rows since.
-        """
-        logs = [log for log in map(self._log, LOGS) if log.exists()]
-        for log in logs:
-            size, written = log.stat().st_size, offsets.get(log.stem, 0)
-            require(
-                size >= written,
-                f"{log}: has {size:,} bytes; {written:,} were written up to the checkpoint; get "
-                "the whole file again, or remove it to go on without its rows",
-            )
-        for log in logs:
+        """Cuts the logs to `offsets`, so that a resumed run repeats no row."""
+        for log in [log for log in map(self._log, LOGS) if log.exists()]:
             with writing(log):
                 os.truncate(log, offsets.get(log.stem, 0))
 

@@ -86,5 +86,5 @@ def test_a_run_keeps_the_commit_it_began_with(hub, make_training, tmp_path, monk
     # torchrun starts the command as it was given again, which goes on with the commit of the run.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     again = ["--run.root", str(tmp_path), "--run.name", "run", "--model.path", REPO]
-    config, _, resumed = choose_run(parse(again), again)
+    config, _, resumed = choose_run(parse(again))
     assert resumed and config.model.path == f"{REPO}@{commit}"
