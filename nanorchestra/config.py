@@ -155,8 +155,6 @@ class RolloutSection:
     pages: int = 0  # KV pages, 0: as many as a step can need
     max_batch_tokens: int = 4096  # tokens of an engine step at most
     lockstep: bool = True  # no engine step while a tool runs: reproducible from the seed
-    # one growing session, or a prompt composed anew each turn
-    context: Literal["append", "rebuild"] = "append"
 
 
 @dataclass(frozen=True)

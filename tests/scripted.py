@@ -125,7 +125,7 @@ def play(tokenizer, *scripts, envs=None, finish="stop", settings=SETTINGS, on_ev
     `params` of the engine are (seed, budget).
     """
     envs = envs or [echoing(number=i) for i in range(len(scripts))]
-    if settings.context == "rebuild":  # every turn opens a session, which goes on with the script
+    if "answer" in envs[0].kinds.values():  # a turn has a session, in which the script goes on
         scripts = itertools.repeat(iter(scripts[0]))
     engine = ScriptedEngine(tokenizer, scripts, finish)
     params = lambda seed, budget: (seed, budget)  # noqa: E731

@@ -215,12 +215,11 @@ def test_limits_are_those_of_the_models_run_or_generation_config(home):
     settings = checkpoint_settings(path)
     assert (settings["temperature"], settings["top_k"]) == (0.6, 20)
     assert settings["context_tokens"] == 2048
-    changes = {"rollout.turns": 7, "evaluation.temperature": 0.3, "rollout.context": "rebuild"}
+    changes = {"rollout.turns": 7, "evaluation.temperature": 0.3}
     (home / "mine" / "config.toml").write_text(to_toml(load_config(None, changes)))
     policy = parse("mine/model:turns=3:basic", [])
     assert (policy.settings["turns"], policy.base) == (3, "mine/model")
     assert (policy.settings["tools"], policy.settings["temperature"]) == ("basic", 0.3)
-    assert policy.load(Spending(), 2).settings.context == "rebuild"
 
 
 def test_a_policy_with_fewer_tools_can_call_no_others(home, sandbox):

@@ -53,8 +53,7 @@ class Policy:
 
     `settings` are `tools` ("all", "basic" or "none"), and `usd` if the policy has a limit. A
     checkpoint and an endpoint also have LIMITS and `from`, where these come from; a checkpoint has
-    sampling, and `context` as rollout.context, an endpoint a temperature if one is given, and its
-    PRICE if one is known.
+    sampling, an endpoint a temperature if one is given, and its PRICE if one is known.
     """
 
     text: str
@@ -72,8 +71,7 @@ class Policy:
 
         `spending` bounds and counts what an endpoint costs.
         """
-        limits = {name: self.settings[name] for name in LIMITS}
-        settings = RolloutSection(**limits, context=self.settings.get("context", "append"))
+        settings = RolloutSection(**{name: self.settings[name] for name in LIMITS})
         if self.kind == "endpoint":
             price = Price(self.settings.get("input", 0.0), self.settings.get("output", 0.0))
             tokenizer = Tokenizer.from_dir(NANO)
@@ -189,9 +187,9 @@ def checkpoint_settings(path: Path) -> Json:
     config_of_run = home.parent / "configs" / "nano.toml" if shipped else home / "config.toml"
     if not config_of_run.is_file():
         settings = _default_limits(read_config(path).max_position_embeddings) | read_sampling(path)
-        return settings | {"context": "append", "from": "generation_config.json"}
+        return settings | {"from": "generation_config.json"}
     config = merge(asdict(Config()), read_toml(config_of_run))
-    settings = {name: config["rollout"][name] for name in (*LIMITS, "context")}
+    settings = {name: config["rollout"][name] for name in LIMITS}
     sampling = {"temperature": config["evaluation"]["temperature"], "top_p": 1.0, "top_k": 0}
     return settings | sampling | {"from": "its run"}
 

@@ -1,9 +1,9 @@
 """What the policy reads before each turn, composed in one of two ways.
 
 `GrowingContext` is one conversation, to which each turn's observations are appended: its KV cache
-survives the calls. `RebuiltContext` composes every prompt afresh, as the published ToolOrchestra
-does (arXiv 2511.21689) and with its sentences; the last is that of its FRAMES script.
-docs/differences.md lists what differs. No torch.
+survives the calls. `RebuiltContext`, where a tool gives the answer, composes every prompt afresh,
+as the published ToolOrchestra does (arXiv 2511.21689) and with its sentences; the last is that of
+its FRAMES script. docs/differences.md lists what differs. No torch.
 """
 
 from collections.abc import Sequence
@@ -49,9 +49,7 @@ class Context(Protocol):
     def chosen(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
         """Returns those of a turn's calls that are made."""
 
-    def observe(
-        self, turn: Turn, message: str, results: Sequence[ToolResult], room: float
-    ) -> Observation | None:
+    def observe(self, turn: Turn, results: Sequence[ToolResult], room: float) -> Observation | None:
         """Takes the results of a turn's calls, or the reply to its message.
 
         Returns what is appended, if possible in `room` ids; None: the next prompt says it.
@@ -59,9 +57,9 @@ class Context(Protocol):
 
 
 def context_of(settings: RolloutSection, tokenizer: Any, env: Environment) -> Context:
-    """Returns the context of an attempt; it is rebuilt where a tool gives the answer, too."""
+    """Returns the context of an attempt."""
     env.evidence.tokenizer = tokenizer
-    if settings.context == "rebuild" or ANSWER in env.kinds.values():
+    if ANSWER in env.kinds.values():
         return RebuiltContext(tokenizer, env, settings.context_tokens - settings.turn_tokens)
     return GrowingContext(tokenizer, env)
 
@@ -87,9 +85,7 @@ class GrowingContext:
         """Returns all calls."""
         return list(calls)
 
-    def observe(
-        self, turn: Turn, message: str, results: Sequence[ToolResult], room: float
-    ) -> Observation:
+    def observe(self, turn: Turn, results: Sequence[ToolResult], room: float) -> Observation:
         """Returns the results of calls, or a reply; the longest are shortened first."""
         role = "tool" if turn.calls else "user"
         whole = [result.content for result in results]
@@ -108,17 +104,18 @@ class GrowingContext:
 class RebuiltContext:
     """A prompt for every turn, of the problem and of `env.evidence`.
 
-    A prompt has at most `prompt_tokens` ids, and more only if it has no evidence. What the policy
-    and the user say becomes part of the problem. Where a tool gives the answer, as in the published
-    system, a turn has one call of each tool, and a turn without a call that can be made is void.
+    A prompt has at most `prompt_tokens` ids, and more only if it has no evidence. A turn has one
+    call of each tool, and a turn without a call that can be made is void, as in the published
+    system.
     """
+
+    survives_cuts = True
 
     def __init__(self, tokenizer: Any, env: Environment, prompt_tokens: int):
         self.tokenizer, self.env, self.prompt_tokens = tokenizer, env, prompt_tokens
-        self.survives_cuts = self.answers_by_tool = ANSWER in env.kinds.values()
         *before, user = env.messages
         self._before = before or [SYSTEM]
-        self.problem = f"Problem: {user['content']}"
+        self._problem = f"Problem: {user['content']}"
 
     def prompt(self) -> Prompt:
         """Returns the prompt of the next turn."""
@@ -128,14 +125,12 @@ class RebuiltContext:
         return self._composed(self.env.evidence.text(budget))
 
     def _composed(self, evidence: str) -> Prompt:
-        content = f"{self.problem}\n\n{evidence}\n\n{ASK}"
+        content = f"{self._problem}\n\n{evidence}\n\n{ASK}"
         messages = [*self._before, {"role": "user", "content": content}]
         return Prompt(messages, chat.encode(self.tokenizer, messages, self.env.tools))
 
     def chosen(self, calls: Sequence[ToolCall]) -> list[ToolCall]:
-        """Returns all calls; if a tool gives the answer, the first of each up to that one's."""
-        if not self.answers_by_tool:
-            return list(calls)
+        """Returns the first call of each tool, up to that of the one that gives the answer."""
         first: dict[str, ToolCall] = {}
         for call in calls:
             first.setdefault(call.name, call)
@@ -143,9 +138,7 @@ class RebuiltContext:
                 break
         return list(first.values())
 
-    def observe(self, turn: Turn, message: str, results: Sequence[ToolResult], room: float) -> None:
-        """Adds a message and its reply to the problem; the evidence has the results of calls."""
-        if self.answers_by_tool and all(result.refused for result in results):
+    def observe(self, turn: Turn, results: Sequence[ToolResult], room: float) -> None:
+        """Says whether the turn is void; the evidence has the results of calls."""
+        if all(result.refused for result in results):
             turn.well_formed = False
-        if not turn.calls and not results[0].error:
-            self.problem += f"\n\nYou: {message}\n\nUser: {results[0].content}"

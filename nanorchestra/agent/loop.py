@@ -120,7 +120,7 @@ class Attempt:
                 no_reply = not turn.calls  # of the user's, without which no policy goes on
                 if no_reply or not self.rollout.survives_failures:
                     return "infrastructure"
-            if not self._observe(turn, parsed.content, results):
+            if not self._observe(turn, results):
                 return "user_limit"
             if self.rollout.ends_repeats and self._repeats():
                 break
@@ -222,7 +222,7 @@ class Attempt:
             last.append((calls, [result.content for result in turn.results]))
         return bool(calls) and last.count(last[-1]) == REPEATS
 
-    def _observe(self, turn: Turn, message: str, results: list[ToolResult]) -> bool:
+    def _observe(self, turn: Turn, results: list[ToolResult]) -> bool:
         """Shows the policy the results of its calls, or the user's reply to its message.
 
         What is too long for the context or the user's dollars is shortened. False if the policy
@@ -235,7 +235,7 @@ class Attempt:
         # dollars, which are infinite without a limit.
         next_turn = min(self.settings.turn_tokens, left // 2)
         room = min(left - next_turn, readable / 2)
-        observation = self.context.observe(turn, message, results, room)
+        observation = self.context.observe(turn, results, room)
         if observation is None:
             return True
         if turn.calls:

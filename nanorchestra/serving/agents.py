@@ -34,7 +34,6 @@ from nanorchestra.agent.loop import Attempt, OnEvent, Pump, Rollout
 from nanorchestra.agent.numbering import REQUEST_COUNTS
 from nanorchestra.agent.threads import in_daemon
 from nanorchestra.engine.sequence import Completion
-from nanorchestra.errors import require
 from nanorchestra.files import import_function, own_fault
 from nanorchestra.model import chat
 from nanorchestra.records import ParsedTurn, ToolCall, ToolResult, Turn
@@ -137,10 +136,6 @@ def load_agent(word: str) -> AgentFunction:
 
 def played_by(agent: str, rollout: Rollout, timeout_s: float) -> "AgentRollout":
     """Returns a rollout like another one, whose attempts an agent plays. UserError."""
-    require(
-        rollout.settings.context == "append",
-        "rollout.context is 'rebuild'; it must be 'append' where an agent writes the prompts",
-    )
     settings = {each.name: getattr(rollout, each.name) for each in fields(Rollout)}
     return AgentRollout(**settings, agent=load_agent(agent), timeout_s=timeout_s)
 

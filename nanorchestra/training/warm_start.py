@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterable
 from itertools import groupby
 
-from nanorchestra.agent.context import context_of
+from nanorchestra.agent.context import GrowingContext
 from nanorchestra.agent.environment import Environment
 from nanorchestra.agent.world import Lesson, World, demonstrates
-from nanorchestra.config import Config, RolloutSection
+from nanorchestra.config import Config
 from nanorchestra.errors import require
 from nanorchestra.model import chat
 from nanorchestra.model.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ class Demonstrations:
         return groups
 
     def _trajectory(self, environment, turns) -> Trajectory:
-        return demonstration(turns, environment, self.tokenizer, self.config.rollout)
+        return demonstration(turns, environment, self.tokenizer)
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of a step."""
@@ -97,14 +97,12 @@ def teacher_entropy(groups: Iterable[Group]) -> float:
     return -logprobs / sum(sample.loss_ids for sample in samples)
 
 
-def demonstration(
-    lessons: Iterable[Lesson], env: Environment, tokenizer: Tokenizer, settings: RolloutSection
-) -> Trajectory:
+def demonstration(lessons: Iterable[Lesson], env: Environment, tokenizer: Tokenizer) -> Trajectory:
     """Returns a demonstration as the trajectory of a policy that writes the same.
 
-    `settings` say what it reads. `lessons` may act in `env` as they are iterated over.
+    `lessons` may act in `env` as they are iterated over.
     """
-    context, t, start = context_of(settings, tokenizer, env), Trajectory(env.task.id, 0), 0
+    context, t = GrowingContext(tokenizer, env), Trajectory(env.task.id, 0)
     given = context.prompt().ids
     t.prompt_length = len(given)
     for lesson in lessons:
@@ -113,14 +111,9 @@ def demonstration(
         t.append_given(given)
         # The teacher's choice decides all ids of the turn.
         t.append_sampled(ids, [lesson.logprob] + [0.0] * (len(ids) - 1), [-1] * len(ids))
-        turn = Turn(len(t.ids) - len(ids), len(t.ids), "stop", calls, context=start)
+        turn = Turn(len(t.ids) - len(ids), len(t.ids), "stop", calls)
         t.turns.append(turn)
         if not lesson.result:
             break
-        for call in calls:
-            env.evidence.add(call, lesson.result)
-        observation = context.observe(turn, lesson.content, [lesson.result], math.inf)
-        if prompt := context.prompt():
-            start = len(t.ids)
-        given = (prompt or observation).ids
+        given = context.observe(turn, [lesson.result], math.inf).ids
     return t

@@ -11,7 +11,7 @@ from nanorchestra.agent.environment import ToolEnvironment
 from nanorchestra.agent.evidence import Evidence, EvidenceBudget
 from nanorchestra.config import RolloutSection
 from nanorchestra.model import chat
-from nanorchestra.records import Task, ToolCall, ToolResult, Turn
+from nanorchestra.records import Task, ToolCall, ToolResult
 from nanorchestra.training.warm_start import demonstration
 from worlds.desk import Desk, teach
 
@@ -82,9 +82,6 @@ def test_the_prompt_holds_what_is_known(nano_tokenizer):
     assert ids == chat.encode(nano_tokenizer, messages, context.env.tools)
     starts = ids.count(nano_tokenizer.token_id("<|im_start|>"))
     assert starts == 3, "no text forges a role"
-    context.observe(Turn(0, 0, "stop"), "Which one?", [ToolResult("The first.")], 0)
-    begin = "Problem: Who?\n\nYou: Which one?\n\nUser: The first.\n\nDocuments:\nDoc 1: "
-    assert context.prompt().messages[-1]["content"].startswith(begin)
 
 
 WORDS = "the| value|\n\n|\n|  |\t|é|漢字|🙂🙃|```|12345|e\u0301|<|im_end|>|:|.|assistant\n"
@@ -129,16 +126,15 @@ def test_the_newest_of_each_kind_is_kept_and_code_and_attempts_have_shares(nano_
 
 
 def test_the_teacher_shows_what_the_loop_will_compose(nano_tokenizer, sandbox):
-    settings = RolloutSection(context="rebuild", context_tokens=1000, turn_tokens=200)
     world = Desk(0, sandbox)
     for index in range(6):
         task = world.task("train", index)
         env = world.environment(task, 0)
-        taught = demonstration(teach(env, random.Random(index)), env, nano_tokenizer, settings)
+        taught = demonstration(teach(env, random.Random(index)), env, nano_tokenizer)
         turns = [taught.ids[turn.start : turn.end] for turn in taught.turns]
         script = [nano_tokenizer.decode(ids) for ids in turns]
         envs = [world.environment(task, 0)]
-        ((t,), engine) = play(nano_tokenizer, script, envs=envs, settings=settings)
+        ((t,), _) = play(nano_tokenizer, script, envs=envs)
         assert (t.ids, t.sampled, len(t.turns)) == (taught.ids, taught.sampled, len(turns))
 
 
@@ -154,7 +150,7 @@ def test_where_a_tool_gives_the_answer_a_turn_has_one_call_of_each_tool_up_to_it
         both(search, call("b", "search")),
         both(answer, search),
     ]
-    settings = RolloutSection(context="rebuild", turn_tokens=100, context_tokens=2000)
+    settings = RolloutSection(turn_tokens=100, context_tokens=2000)
     ((t,), _) = play(nano_tokenizer, script, envs=[env], settings=settings)
     assert [turn.well_formed for turn in t.turns] == [False, False, False, True, True]
     assert (t.status, t.answer, t.outcome) == ("answered", "42", 1.0)

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 from scripted import ANSWER, SETTINGS, EchoTool, both, call, echoing, play
 
-from nanorchestra.records import ToolResult
+from nanorchestra.agent.environment import ToolEnvironment
+from nanorchestra.records import Task, ToolResult
 
 
 def run(tokenizer, *scripts, tool=None, **settings):
@@ -47,21 +48,19 @@ def test_calls_of_a_turn_run_side_by_side_and_are_all_billed(nano_tokenizer):
     assert t.latency_s == pytest.approx(2.0 + 0.01 * sum(t.sampled))  # two prices, one wait
 
 
-@pytest.mark.parametrize("context", ["append", "rebuild"])
-def test_limits_and_failures_end_an_attempt(nano_tokenizer, context):
-    settings = replace(SETTINGS, context=context)
+def test_limits_and_failures_end_an_attempt(nano_tokenizer):
     down = EchoTool(result=ToolResult("Error: down", error=True, infrastructure=True))
-    ((t,), _) = run(nano_tokenizer, [ANSWER], settings=settings)
+    ((t,), _) = run(nano_tokenizer, [ANSWER])
     for script, changes, more, status, turns in (
         ([call()] * 9, {"turns": 3}, {}, "turn_limit", 3),
         ([ANSWER], {"context_tokens": t.prompt_length}, {}, "token_limit", 0),
         ([ANSWER], {}, {"finish": "length"}, "token_limit", 1),
         ([call(), ANSWER], {}, {"tool": down}, "infrastructure", 1),
     ):
-        (t,), engine = run(nano_tokenizer, script, settings=replace(settings, **changes), **more)
+        (t,), engine = run(nano_tokenizer, script, settings=replace(SETTINGS, **changes), **more)
         assert (t.status, len(t.turns), t.outcome, t.well_formed) == (status, turns, 0.0, False)
         assert all(session.closed for session in engine.sessions)
-        assert len(engine.sessions) == (max(turns, 1) if context == "rebuild" else 1)
+        assert len(engine.sessions) == 1
 
 
 def test_lockstep_keeps_the_order_of_the_attempts_and_without_it_others_go_on(nano_tokenizer):
@@ -101,9 +100,9 @@ def test_events_tell_what_happens_and_exceptions_reach_the_caller(nano_tokenizer
 
 def test_turns_with_equal_prompts_are_drawn_apart(nano_tokenizer):
     """With one seed for all turns, a search that brings nothing new would be repeated for ever."""
-    for context, count in (("rebuild", 4), ("append", 1)):
-        settings = replace(SETTINGS, context=context)
-        _, engine = run(nano_tokenizer, [call()] * 3 + [ANSWER], settings=settings)
+    answers = ToolEnvironment(Task("t", "?"), [EchoTool(), EchoTool("answer", kind="answer")], len)
+    for env, last, count in ((answers, call("42", "answer"), 4), (echoing(), ANSWER, 1)):
+        _, engine = play(nano_tokenizer, [call()] * 3 + [last], envs=[env])
         seeds = [seed for seed, _ in engine.params]
         assert len(seeds) == 4 and seeds[0] == 0 and len(set(seeds)) == count
 
