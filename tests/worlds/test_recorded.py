@@ -112,6 +112,27 @@ def test_nothing_of_the_held_out_half_has_a_part_in_a_choice(tmp_path):
     assert [offer.description for offer in world.offers] == [o.description for o in other.offers]
 
 
+def test_the_teacher_asks_what_its_user_minds_less_often_and_knows_no_truth(tmp_path):
+    cases = rows(200)
+    world = opened(tmp_path, cases)
+    asked = {}
+    for index in range(800):
+        env, lessons = world.lesson(index)
+        first, wish = lessons[0], env.task.preference.name
+        asked.setdefault(wish, []).append(first.call.name)
+        assert first.thought == wish and first.logprob < 0
+    shares = {wish: names.count("ant-1") / len(names) for wish, names in asked.items()}
+    assert shares["right"] == pytest.approx(0.25, abs=0.08)
+    assert shares["cheap"] < 0.03  # ant-1 costs twenty times as much as most
+    for case in cases:
+        for answer in case["answers"].values():
+            answer[1] = 1 - answer[1]
+    other = opened(tmp_path, cases)
+    for index in range(20):
+        texts = [[each.call for each in w.lesson(index)[1]] for w in (world, other)]
+        assert texts[0] == texts[1]
+
+
 def test_with_shuffled_truth_every_policy_is_at_chance(tmp_path):
     """A right answer is then a coin with p = 0.6 for each class, whoever gave it and to what."""
     cases, rng = rows(500), random.Random(1)
