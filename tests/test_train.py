@@ -115,8 +115,8 @@ def test_a_run_from_a_draft_that_is_killed_ends_the_same(
 def test_a_used_name_and_a_dry_run_are_told_of_in_one_line(tmp_path, capsys):
     RunFolder.create(tmp_path / "mine", "")
     words = ["--run.root", str(tmp_path), "--run.name", "mine"]
-    with pytest.raises(UserError, match="go on with --resume .*mine, or choose another run name$"):
-        RunFolder.create(tmp_path / "mine", "")
+    with pytest.raises(UserError, match="--resume .*mine, or choose another --run.name$"):
+        choose_run(parse(words))
     choose_run(parse([*words, "--config", "qwen3-8b", "--dry-run"]))
     assert capsys.readouterr().out == "dry run: assets/base in place of Qwen/Qwen3-8B\n"
 

@@ -252,12 +252,12 @@ class Attempt:
 class Rollout:
     """Plays attempts on one engine. `params(seed, max_tokens)` makes the SamplingParams of a turn.
 
-    `settings` is the section of a config that says where an attempt is cut, what the policy reads
-    ("append" or "rebuild"), and whether attempts run in lockstep. `price` and `seconds_per_token`
-    are those of the policy's own tokens: a virtual clock, so that a run is a function of its seed.
-    An attempt ends when a tool fails for reasons of the infrastructure; if it `survives_failures`,
-    the policy reads the error and goes on. If it `ends_repeats`, an attempt ends after REPEATS
-    turns with the same calls and results. `on_done` is called with each trajectory that has ended.
+    `settings` is the section of a config that says where an attempt is cut, and whether attempts
+    run in lockstep. `price` and `seconds_per_token` are those of the policy's own tokens: a virtual
+    clock, so that a run is a function of its seed. An attempt ends when a tool fails for reasons of
+    the infrastructure; if it `survives_failures`, the policy reads the error and goes on. If it
+    `ends_repeats`, an attempt ends after REPEATS turns with the same calls and results. `on_done`
+    is called with each trajectory that has ended.
     """
 
     engine: Any

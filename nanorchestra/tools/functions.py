@@ -19,6 +19,7 @@ program prints. With a published role in the catalogue it works for the role's e
 import functools
 import inspect
 import json
+import math
 import re
 import runpy
 import time
@@ -104,7 +105,10 @@ class FunctionTool(Tool):
         if isinstance(value, ToolResult):
             documents, usd = _documents(value.content), value.cost_usd
             stated = f"usd_per_call states {dollars(self.usd_per_call)} at most"
-            require(0 <= usd <= self.usd_per_call, f"it has charged {usd!r} US dollars; {stated}")
+            if not 0 <= usd <= self.usd_per_call:
+                raise ValueError(f"it has charged {usd!r} US dollars; {stated}")
+            if not 0 <= value.latency_s < math.inf:
+                raise ValueError(f"it says that it took {value.latency_s!r} s")
             result = replace(value, content=_text(value.content))
         elif self.kind == "search":
             documents = _documents(value)
@@ -152,9 +156,8 @@ def tool(
 ) -> Any:
     """Decorates a typed, documented function, which becomes a FunctionTool of its name.
 
-    `settings` are usd_per_call and timeout_s. UserError if a type hint or the
-    docstring is missing, if a type has no JSON form, or if a function of this kind needs another
-    argument.
+    `settings` are usd_per_call and timeout_s. UserError if a type hint or the docstring is missing,
+    if a type has no JSON form, or if a function of this kind needs another argument.
     """
     if function is None:
         return lambda given: tool(given, kind=kind, **settings)

@@ -105,6 +105,10 @@ def choose_run(options: Options) -> tuple[Config, Path, bool]:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if again and (path / "config.toml").exists():
         return settings.load_config(path / "config.toml"), path, True
+    if first and not options.dry_run and not options.plan:  # before the ranks wait for each other
+        taken = (path / "config.toml").is_file()
+        right = f"go on with --resume {path}, or choose another --run.name"
+        require(not taken, f"{path}: there is such a run; {right}")
     return config, path, False
 
 

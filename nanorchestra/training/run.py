@@ -51,7 +51,7 @@ class RunFolder:
             if not path.exists():
                 advice = f"{path.parent} must be a directory that can be written"
             elif (path / "config.toml").is_file():
-                advice = f"go on with --resume {path}, or choose another run name"
+                advice = "it holds a run; choose another run name"
             else:
                 advice = "it holds no run; choose another run name"
             raise UserError(f"{path}: cannot be made ({error.strerror}); {advice}") from None
@@ -113,8 +113,13 @@ class RunFolder:
         return {log.stem: log.stat().st_size for log in logs}
 
     def truncate(self, offsets: dict[str, int]) -> None:
-        """Cuts the logs to `offsets`, so that a resumed run repeats no row."""
+        """Cuts the logs to `offsets`, so that a resumed run repeats no row.
+
+        UserError for a log that is shorter.
+        """
         for log in [log for log in map(self._log, LOGS) if log.exists()]:
+            whole = log.stat().st_size >= offsets.get(log.stem, 0)
+            require(whole, f"{log}: it has lost rows; remove it to go on without them")
             with writing(log):
                 os.truncate(log, offsets.get(log.stem, 0))
 

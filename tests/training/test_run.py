@@ -18,7 +18,7 @@ def run(tmp_path):
 
 def test_a_run_is_made_once_and_has_one_writer(run):
     assert (run.path / "config.toml").read_text() == CONFIG
-    with pytest.raises(UserError, match="not empty.*; go on with --resume .*, or choose"):
+    with pytest.raises(UserError, match="not empty.*; it holds a run; choose another"):
         RunFolder.create(run.path, "other")
     run.lock()
     with pytest.raises(UserError, match="another process"):
