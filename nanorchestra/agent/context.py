@@ -139,6 +139,6 @@ class RebuiltContext:
         return list(first.values())
 
     def observe(self, turn: Turn, results: Sequence[ToolResult], room: float) -> None:
-        """Says whether the turn is void; the evidence has the results of calls."""
+        """Marks a void turn as badly formed; the evidence has the results of calls."""
         if all(result.refused for result in results):
             turn.well_formed = False

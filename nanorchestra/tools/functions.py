@@ -103,10 +103,10 @@ class FunctionTool(Tool):
         """Returns the observation of a value, with what it adds to the evidence."""
         documents = []
         if isinstance(value, ToolResult):
-            documents, usd = _documents(value.content), value.cost_usd
-            stated = f"usd_per_call states {dollars(self.usd_per_call)} at most"
-            if not 0 <= usd <= self.usd_per_call:
-                raise ValueError(f"it has charged {usd!r} US dollars; {stated}")
+            documents = _documents(value.content)
+            if not 0 <= value.cost_usd <= self.usd_per_call:
+                stated = f"usd_per_call states {dollars(self.usd_per_call)} at most"
+                raise ValueError(f"it has charged {value.cost_usd!r} US dollars; {stated}")
             if not 0 <= value.latency_s < math.inf:
                 raise ValueError(f"it says that it took {value.latency_s!r} s")
             result = replace(value, content=_text(value.content))

@@ -115,11 +115,13 @@ class RunFolder:
     def truncate(self, offsets: dict[str, int]) -> None:
         """Cuts the logs to `offsets`, so that a resumed run repeats no row.
 
-        UserError for a log that is shorter.
+        UserError, before any is cut, for a log that is shorter.
         """
-        for log in [log for log in map(self._log, LOGS) if log.exists()]:
+        logs = [log for log in map(self._log, LOGS) if log.exists()]
+        for log in logs:
             whole = log.stat().st_size >= offsets.get(log.stem, 0)
             require(whole, f"{log}: it has lost rows; remove it to go on without them")
+        for log in logs:
             with writing(log):
                 os.truncate(log, offsets.get(log.stem, 0))
 

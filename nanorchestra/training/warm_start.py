@@ -52,7 +52,7 @@ class Demonstrations:
         shown = []
         for index in indices[ranks.rank :: ranks.world_size]:
             environment, turns = self.world.lesson(index, most_tools)
-            shown.append((index, self._trajectory(environment, turns)))
+            shown.append((index, demonstration(turns, environment, self.tokenizer)))
         everyone = [pair for part in ranks.all_gather(shown) for pair in part]
         trajectories = [trajectory for _, trajectory in sorted(everyone, key=lambda pair: pair[0])]
         # What demonstrations of one task begin with in common, its prompt, is computed once.
@@ -61,9 +61,6 @@ class Demonstrations:
         self.entropy = teacher_entropy(groups)
         self.seconds = time.monotonic() - started
         return groups
-
-    def _trajectory(self, environment, turns) -> Trajectory:
-        return demonstration(turns, environment, self.tokenizer)
 
     def learning_rate(self, step: int) -> float:
         """Returns the learning rate of a step."""
