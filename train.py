@@ -285,9 +285,7 @@ def learn(
     """
     if not groups:
         return {}
-    learning_rate = scheduled(
-        step, grpo.learning_rate, grpo.steps, grpo.warmup_steps, grpo.final_fraction
-    )
+    learning_rate = scheduled(step, grpo.learning_rate, grpo.steps, grpo.warmup_steps, grpo.hold)
     if grpo.mini_batch:  # the ratio of every update is to the policy before the first
         trainer.compute_first_logprobs(groups, temperature)
     updates = []

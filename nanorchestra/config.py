@@ -112,9 +112,11 @@ class GrpoSection:
     optimizer: Literal["adamw", "muon"] = "adamw"  # optimizer of GRPO
     beta2: float = 0.95  # AdamW's decay of squared gradients
     weight_decay: float = 0.0  # AdamW's weight decay
+    momentum: float = 0.95  # Muon's
     learning_rate: float = 3e-4  # peak learning rate
     warmup_steps: int = 5  # steps over which the learning rate rises to its peak
-    final_fraction: float = 0.1  # of the peak learning rate, to which it falls over the steps
+    # share of the steps at the peak learning rate, which then falls to a tenth of it; 1: no fall
+    hold: float = 0.0
     # advantage, loss and filters (docs/training.md)
     objective: Literal["grpo", "dr_grpo", "toolorchestra"] = "grpo"
     # extrema of the reward's parts: of the group (the paper), or of the price list

@@ -123,7 +123,11 @@ class Trainer:
     def begin_grpo(self, grpo: GrpoSection) -> None:
         """Takes the optimizers of GRPO, without moments; keeps the weights of now as reference."""
         self.optimizers = build_optimizers(
-            self.model, grpo.optimizer, beta2=grpo.beta2, weight_decay=grpo.weight_decay
+            self.model,
+            grpo.optimizer,
+            beta2=grpo.beta2,
+            weight_decay=grpo.weight_decay,
+            momentum=grpo.momentum,
         )
         self.reference = None
         if grpo.kl_coef and not lora.adapters(self.model):

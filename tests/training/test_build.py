@@ -78,7 +78,7 @@ LEARNS = {
     "grpo.group_size": 8,
     "grpo.learning_rate": 5e-2,
     "grpo.warmup_steps": 1,
-    "grpo.final_fraction": 1.0,
+    "grpo.hold": 1.0,
     "grpo.importance_cap": 2.0,
     "rollout.turns": 1,
 }
