@@ -32,7 +32,6 @@ from fastapi import Depends, Request
 from fastapi.responses import (
     HTMLResponse,
     JSONResponse,
-    PlainTextResponse,
     Response,
     StreamingResponse,
 )
@@ -835,7 +834,6 @@ class Server(uvicorn.Server):
         app.get("/")(self._page)
         app.get("/page.json", include_in_schema=False, dependencies=key_needed)(self._page_facts)
         app.get("/health")(self._health)
-        app.get("/metrics", response_class=PlainTextResponse)(self._metrics)
         app.get("/v1/models")(self._list_models)
         for path, complete in ((CHAT, self._chat), ("/v1/completions", self._continue)):
             app.post(path, responses=ERRORS, dependencies=key_needed)(complete)
@@ -880,23 +878,6 @@ class Server(uvicorn.Server):
         model = {"object": "model", "created": 0, "owned_by": "nanorchestra"}
         models = [model | {"id": name} for name in self.models]
         return JSONResponse({"object": "list", "data": models})
-
-    async def _metrics(self) -> PlainTextResponse:
-        """Counts of requests, pages and tokens, for Prometheus."""
-        engine = self.service.engine
-        if engine is None:
-            rows = {"requests_running": len(self.service.attempts)}
-        else:
-            queues, blocks = engine.scheduler, engine.blocks
-            rows = {f"{name}_total": value for name, value in engine.stats.items()}
-            rows |= self.service.seconds | {
-                "requests_waiting": len(queues.waiting),
-                "requests_running": len(queues.running),
-                "pages": blocks.num_pages,
-                "pages_used": blocks.num_pages - blocks.available,
-            }
-        lines = [f"nanorchestra_{name} {value}\n" for name, value in rows.items()]
-        return PlainTextResponse("".join(lines))
 
     async def _chat(self, body: ChatRequest) -> Response:
         """Answers a conversation: NAME samples the model, NAME+tools runs the server's tools."""

@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -67,7 +66,6 @@ class Service:
         self.live: dict[Request, Reader] = {}
         self.attempts: set[asyncio.Task] = set()
         self.jobs = queue.SimpleQueue()  # (call, request) for the thread; None ends it
-        self.seconds = Counter()  # sums and counts of durations
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 
@@ -102,8 +100,8 @@ class Service:
         HTTPException if the server ends, or a request failed. TimeoutError. UserError if a prompt
         or a grammar cannot be served.
         """
-        self.loop, start = asyncio.get_running_loop(), time.monotonic()
-        deadline = start + REQUEST_S
+        self.loop = asyncio.get_running_loop()
+        deadline = time.monotonic() + REQUEST_S
         requests = await asyncio.to_thread(self._make, choices)
         if self.aborted == ENDING:
             raise HTTPException(*ENDING)
@@ -114,8 +112,6 @@ class Service:
             while not all(reasons):
                 await asyncio.wait_for(reader.wait(), deadline - time.monotonic())
                 reader.clear()
-                if start:
-                    start = self._note("time_to_first_token", start)
                 reasons = [each.completion and each.completion.finish_reason for each in requests]
                 for request in requests:
                     self._check(request)
@@ -166,19 +162,12 @@ class Service:
             if not request.finished:
                 self.jobs.put((call, request))
 
-    def _note(self, name: str, since: float) -> None:
-        """Counts a duration up to now, for the metrics."""
-        self.seconds[f"{name}_seconds_sum"] += time.monotonic() - since
-        self.seconds[f"{name}_seconds_count"] += 1
-
     def _work(self):
         """The thread: what was asked for, then a step if there is work."""
         while True:
             news = True
             if self.jobs.empty() and self.engine is not None and self.engine.has_work:
-                start = time.monotonic()
                 news = self._step()
-                self._note("token_gap", start)
             elif (job := self.jobs.get()) is None:
                 return
             else:
