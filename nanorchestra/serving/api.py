@@ -8,7 +8,6 @@ or joined to one JSON object.
 import asyncio
 import base64
 import hashlib
-import json
 import logging
 import secrets
 import socket
@@ -110,20 +109,8 @@ def as_given(value: Any, check: Any) -> Any:
     return value
 
 
-def json_in(value: Any) -> Any:
-    """Returns the JSON object or array in a text: OpenAI's clients send metadata as texts."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            value = json.loads(value)
-            dumps(value, "strict")
-        except (ValueError, RecursionError):
-            raise ValueError(f"is {value[:80]!r}, which is not JSON") from None
-    return value
-
-
 def names_in(value: Any) -> Any:
-    """Returns the names in a text: a JSON array, or with commas."""
-    value = json_in(value)
+    """Returns the names in a text with commas: OpenAI's clients send metadata as texts."""
     return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
@@ -272,20 +259,13 @@ class CallerLimits(TypedDict):
     never: NotRequired[Names]
 
 
-class Vector(TypedDict, extra_items=Any):
-    """Weights and limits, whose text are the words."""
-
-    text: NotRequired[Words]
-
-
 class Metadata(TypedDict, extra_items=Short):
-    """The preference of NAME+tools: a line, as after /prefer, or a vector; limits beside it.
+    """The preference of NAME+tools: a line, as after /prefer, and limits beside it.
 
-    JSON may come as a text. `limits` are those of a caller that is an orchestrator itself. Other
-    names belong to the client.
+    `limits` are those of a caller that is an orchestrator itself. Other names belong to the client.
     """
 
-    preference: NotRequired[Annotated[Words | Vector, BeforeValidator(json_in)]]
+    preference: NotRequired[Words]
     usd: NotRequired[Annotated[Limit, Field(strict=False)]]
     seconds: NotRequired[Annotated[Limit, Field(strict=False)]]
     never: NotRequired[Annotated[Names, BeforeValidator(names_in)]]
@@ -972,10 +952,7 @@ def preference_of(metadata: Metadata) -> Preference:
     stated = {name: metadata[name] for name in names if name in metadata}
     wish = stated.pop("preference", "")
     limits = Preference.of("", stated, "metadata")
-    if isinstance(wish, str):
-        return Preference.parse(wish, "metadata").stricter(limits)
-    weights = {name: value for name, value in wish.items() if name != "text"}
-    return Preference.of(wish.get("text", ""), weights, "metadata").stricter(limits)
+    return Preference.parse(wish, "metadata").stricter(limits)
 
 
 def page_policy(page: str) -> str:

@@ -241,8 +241,8 @@ def test_the_loop_runs_in_the_server(http, running):
     assert stream.text.endswith("data: [DONE]\n\n")
     for metadata, stated in (
         (wish, "Be quick. usd=0.5 never=echo"),
-        ({"preference": '{"text": "Be quick.", "cost": 1}'}, "Be quick. cost=1"),
-        ({"preference": "usd=0.1", "never": '["echo"]', "usd": "5"}, "never=echo usd=0.1"),
+        ({"preference": "Be quick. cost=1"}, "Be quick. cost=1"),
+        ({"preference": "usd=0.1", "never": ["echo"], "usd": "5"}, "never=echo usd=0.1"),
     ):
         assert http.post(CHAT, json=loop_body(metadata=metadata)).status_code == 200
         assert running.preferences[-1] == Preference.parse(stated, "it")
