@@ -98,16 +98,15 @@ class AttemptHandle:
 class AgentFunction:
     """A function, or coroutine function, of an AttemptHandle, in a thread of its own.
 
-    It returns a reward from 0 to 1, an answer, one of these as {"reward": ...} or
-    {"answer": ...}, or None.
+    It returns a reward from 0 to 1, an answer, or None.
     """
 
     name: str
     function: Callable[[AttemptHandle], Any]
     file: str = ""
 
-    async def run(self, attempt: AttemptHandle) -> Json:
-        """Returns {"reward": R}, {"answer": TEXT}, or {}. AgentFailure."""
+    async def run(self, attempt: AttemptHandle) -> Any:
+        """Returns what the function returns. AgentFailure for what it raises."""
 
         def call():
             try:
@@ -116,12 +115,7 @@ class AgentFunction:
             except BaseException as error:  # of the agent, in a thread that Ctrl-C does not reach
                 raise AgentFailure(own_fault(error, self.name, self.file)[:500]) from None
 
-        said = await asyncio.wrap_future(in_daemon(call))
-        if isinstance(said, dict):
-            return said
-        if said is None:
-            return {}
-        return {"answer": said} if isinstance(said, str) else {"reward": said}
+        return await asyncio.wrap_future(in_daemon(call))
 
 
 def load_agent(word: str) -> AgentFunction:
@@ -173,7 +167,7 @@ class AgentAttempt(Attempt):
         self.known: list[Json] = []  # the messages that the session's ids say
         self.goes_on = False  # whether the session can be continued
         self.cut = ""  # the status, once a limit or the infrastructure has ended the attempt
-        self.report: Json = {}
+        self.reward: Real | None = None  # that the agent has stated
         self.settled: Turn | None = None  # the last turn whose own calls were counted
         self.asking, self.calling = asyncio.Lock(), asyncio.Lock()
 
@@ -193,7 +187,7 @@ class AgentAttempt(Attempt):
         try:
             async with asyncio.timeout(self.rollout.timeout_s) as self.time_limit:
                 said = await self.rollout.agent.run(handle)
-            if said:
+            if said is not None:
                 self.take(said)
         except TimeoutError:
             self.cut = self.cut or "time_limit"
@@ -208,13 +202,13 @@ class AgentAttempt(Attempt):
             return self.cut
         if not any(self.trajectory.sampled):
             self._fail("the agent asked the policy nothing")
-        elif "reward" in self.report and not self.trajectory.answer:
-            self.trajectory.answer = f"reward {self.report['reward']}"  # its agent ended it well
+        elif self.reward is not None and not self.trajectory.answer:
+            self.trajectory.answer = f"reward {self.reward}"  # its agent ended it well
         return self.cut or "answered"
 
     async def _score(self) -> None:
-        if "reward" in self.report:
-            self.trajectory.outcome = float(self.report["reward"])
+        if self.reward is not None:
+            self.trajectory.outcome = float(self.reward)
         else:
             await super()._score()
 
@@ -229,17 +223,15 @@ class AgentAttempt(Attempt):
             "tools": self.env.tools,
         } | own
 
-    def take(self, report: Json) -> None:
-        """Takes the agent's report. AgentFailure for one that is none."""
-        reward, answer = report.get("reward"), report.get("answer")
-        is_number = isinstance(reward, Real) and not isinstance(reward, bool)
-        is_reward = is_number and 0 <= reward <= 1
-        if not (is_reward or isinstance(answer, str) and reward is None):
-            right = '{"reward": a number from 0 to 1} or {"answer": a text}'
-            raise AgentFailure(f"reward: {str(report)[:80]} must be {right}")
-        self.report = report
-        if isinstance(answer, str):
-            self.trajectory.answer = answer
+    def take(self, said: Any) -> None:
+        """Takes the agent's reward or answer. AgentFailure for what is neither."""
+        if isinstance(said, str):
+            self.trajectory.answer = said
+        elif isinstance(said, Real) and not isinstance(said, bool) and 0 <= said <= 1:
+            self.reward = said
+        else:
+            right = "a reward from 0 to 1, or an answer, which is a text"
+            raise AgentFailure(f"reward: {str(said)[:80]} must be {right}")
 
     # --- the policy
 

@@ -157,7 +157,7 @@ def test_a_request_needs_its_attempts_key_and_is_one_that_a_run_serves(ours, wor
         ):
             headers = {"Authorization": f"Bearer {key}"}
             assert httpx.post(url, json=sent, headers=headers).status_code == status
-        return {"reward": 0.5}
+        return 0.5
 
     t = one(ours, world, play)
     assert (t.status, t.outcome) == ("answered", 0.5), t.failure
