@@ -50,7 +50,7 @@ TOOL = "ask"
 MOST_QUESTION = 100_000  # characters
 SHOWN = 500  # characters of a message of progress
 THOUGHT_S = 2.0  # between two messages while the policy thinks
-SILENCE_S = 15.0  # after which a message says that a call is still at work
+SILENCE_S = 15.0  # after which a message says that it is at work; KEEP_S apart it is looked at
 SESSIONS = 1_000  # of clients at the address
 
 
@@ -154,7 +154,8 @@ async def _follow(attempt: ServedAttempt, progress: Callable[..., Awaitable[None
 
     progress(count, total, message) sends a message.
     """
-    count, thought, at = 0, "", time.monotonic()
+    count, thought = 0, ""
+    start = at = time.monotonic()
 
     async def tell(label: str, text: str) -> None:
         nonlocal count, at
@@ -163,33 +164,24 @@ async def _follow(attempt: ServedAttempt, progress: Callable[..., Awaitable[None
         text = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
         await progress(count, None, f"{label}: {text}")
 
-    async def break_silence() -> None:
-        start = at
-        while True:
-            await asyncio.sleep(max(0.0, at + SILENCE_S - time.monotonic()))
-            if time.monotonic() - at >= SILENCE_S:
+    async with aclosing(attempt.follow()) as news:
+        async for kind, payload in news:
+            if kind == "reasoning":
+                thought += payload
+            is_news = kind in ("call", "result")
+            if thought.strip() and (is_news or time.monotonic() - at > THOUGHT_S):
+                await tell("thinks", thought)
+                thought = ""
+            if kind == "call":
+                await tell("calls", payload)
+            elif kind == "result":
+                label = "error" if payload.error else "result"
+                cost = bill(payload.cost_usd, payload.latency_s)
+                await tell(f"{label} ({cost})", payload.content)
+            elif time.monotonic() - at >= SILENCE_S:
                 await tell("at work", f"{time.monotonic() - start:.0f} s so far")
-
-    silence = asyncio.ensure_future(break_silence())
-    try:
-        async with aclosing(attempt.follow()) as news:
-            async for kind, payload in news:
-                if kind == "reasoning":
-                    thought += payload
-                is_news = kind in ("call", "result")
-                if thought.strip() and (is_news or time.monotonic() - at > THOUGHT_S):
-                    await tell("thinks", thought)
-                    thought = ""
-                if kind == "call":
-                    await tell("calls", payload)
-                elif kind == "result":
-                    label = "error" if payload.error else "result"
-                    cost = bill(payload.cost_usd, payload.latency_s)
-                    await tell(f"{label} ({cost})", payload.content)
-        if thought.strip():
-            await tell("thinks", thought)
-    finally:
-        silence.cancel()
+    if thought.strip():
+        await tell("thinks", thought)
 
 
 @contextmanager

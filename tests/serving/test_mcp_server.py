@@ -16,6 +16,7 @@ from running_server import Running, wait
 from scripted import EchoTool
 
 from nanorchestra.records import Preference, ToolResult
+from nanorchestra.serving import loop
 from nanorchestra.serving import mcp as served
 from nanorchestra.serving.loop import ServedConversation
 
@@ -151,6 +152,7 @@ def test_at_an_address(start, mode, version, monkeypatch):
             await talk(client)
 
     monkeypatch.setattr(served, "SILENCE_S", 0.1)
+    monkeypatch.setattr(loop, "KEEP_S", 0.05)
     running = start(Slow(blocking=True))
     anyio.run(connected)
 
