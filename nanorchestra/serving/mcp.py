@@ -24,16 +24,15 @@ from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 from pydantic import BaseModel, Field
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanorchestra.agent.loop import Rollout
 from nanorchestra.agent.threads import in_daemon
-from nanorchestra.errors import UserError
 from nanorchestra.records import Limit, Preference
 from nanorchestra.schemas import whole_characters
+from nanorchestra.serving.http import REFUSED, problem_of
 from nanorchestra.serving.loop import (
     REPORTED,
     REQUEST_S,
@@ -129,24 +128,15 @@ def tool_server(
             report = {"answer": answer} | {name: getattr(t, name) for name in REPORTED}
             text, failed = answer or f"no answer: {t.status}", not answer
         except Exception as error:
-            text, failed = whole_characters(_line(error)), True
+            if not isinstance(error, REFUSED):
+                logging.error("an answer failed", exc_info=error)
+            _, line, _ = problem_of(error)
+            text, failed = whole_characters(line), True
         return types.CallToolResult(
             content=[types.TextContent(text=text)], structured_content=report, is_error=failed
         )
 
     return Server(name, on_list_tools=listed, on_call_tool=called)
-
-
-def _line(error: Exception) -> str:
-    """Returns what the client is told of an exception, in one line."""
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, HTTPException):
-        return error.detail
-    if isinstance(error, TimeoutError):
-        return f"the answer took more than {REQUEST_S:g} s"
-    logging.error("an answer failed", exc_info=error)
-    return "internal error"
 
 
 async def _follow(attempt: ServedAttempt, progress: Callable[..., Awaitable[None]]) -> None:
