@@ -9,21 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_cached_repo_tree,
-    hf_hub_download,
-    snapshot_download,
-)
-from huggingface_hub.errors import (
-    CachedRepoTreeNotFoundError,
-    GatedRepoError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    RevisionResolutionError,
-)
+from huggingface_hub import HfApi, get_cached_repo_tree, hf_hub_download, snapshot_download
+from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 from nanorchestra.errors import UserError, require
@@ -31,15 +18,6 @@ from nanorchestra.model.checkpoint import read_config
 
 CONFIG = "config.json"
 READ = [CONFIG, "generation_config.json", "tokenizer*.json", "*.jinja", "model*.safetensors*"]
-UNREACHABLE = "not whole on this machine, and the hub cannot be reached"
-REASONS = {  # the first that fits
-    GatedRepoError: "its licence must be accepted first, at its page; then set HF_TOKEN",
-    RevisionNotFoundError: "the repository has no such revision",
-    RepositoryNotFoundError: "no such directory here, and no such model on the hub (a private one "
-    "needs HF_TOKEN)",
-    LocalEntryNotFoundError: UNREACHABLE,
-    RevisionResolutionError: UNREACHABLE,
-}
 
 
 def download(repo: str, revision: str, file: str, config_only: bool) -> Path:
@@ -102,6 +80,5 @@ def _one_line(repo) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known = [text for kind, text in REASONS.items() if isinstance(error, kind)]
-        reason = known[0] if known else " ".join(str(error).split())
-        raise UserError(f"{repo}: {reason} ({constants.ENDPOINT}/{repo})") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{repo}: not on this machine, and the hub says: {reason}") from None
