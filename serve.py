@@ -21,7 +21,6 @@ import io
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -152,28 +151,6 @@ def converse(terminal: Terminal, lines: Iterable[str]) -> int:
             print(f"serve.py: {error}", file=sys.stderr)
             terminal.status = 2
     return terminal.status
-
-
-def is_endpoint(model: str) -> bool:
-    """Returns whether --model is MODEL@URL, not a checkpoint or an address of the hub's pages."""
-    return "://" in model and not re.match(r"https?://(www\.)?(huggingface|hf)\.co/", model)
-
-
-def check_model(word: str) -> None:
-    """Raises UserError unless --model is MODEL@URL, or has the form of a checkpoint's name.
-
-    The line has the forms that it may have, that of a server first if one listens where Ollama
-    does.
-    """
-    right = f"--model {word}: a model of a server is MODEL@URL, with http:// or https://"
-    require(is_endpoint(word) or not re.search(r"@[\w.-]+:\d+(/|$)", word), right)
-    if is_endpoint(word) or formats.names_model(word):
-        return
-    raise UserError(
-        f"--model {word}: no such file; it must be the path of a directory or a .gguf file; "
-        "owner/name of the hub, such as Qwen/Qwen3-0.6B; or "
-        f"{word}@URL of a server, such as {word}@{OLLAMA}"
-    )
 
 
 def endpoint_of(options: argparse.Namespace) -> Policy:
@@ -364,8 +341,13 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
     `pipes` are stdin and stdout of a client of MCP.
     """
     options.model = options.model or str(NANO)
-    check_model(options.model)
-    remote = is_endpoint(options.model)
+    remote = "://" in options.model
+    require(
+        remote or formats.names_model(options.model),
+        f"--model {options.model}: no such file; it must be the path of a directory or a .gguf "
+        "file; owner/name of the hub, such as Qwen/Qwen3-0.6B; or MODEL@URL of a server, such as "
+        f"llama3.2@{OLLAMA}",
+    )
     if remote:
         policy = endpoint_of(options)
         title, model = policy.base.partition("@")[0], None
