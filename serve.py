@@ -40,8 +40,6 @@ from nanorchestra.model.quantise import MODES
 from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
-from nanorchestra.tools.endpoint import TIMEOUT_S
-from nanorchestra.tools.models import SERVED
 from nanorchestra.tools.replies import store_of
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
@@ -160,12 +158,6 @@ def endpoint_of(options: argparse.Namespace) -> Policy:
         option = name.replace("_", "-")
         right = f"--{option}: leave it out; a model behind a URL is given --temperature alone"
         require(getattr(options, name) is None, right)
-    orchestrates = policy.base.partition("@")[0].endswith(SERVED)
-    right = "leave out --tools and --index: it has tools of its own, and takes no others"
-    require(
-        not (orchestrates and (options.tools or options.index)),
-        f"--model {options.model}: {right}",
-    )
     limited = policy.settings["tools"] != "all" or "usd" in policy.settings
     right = "leave out basic, none and usd; here /tools and /prefer do that"
     require(not limited, f"--model {options.model}: {right}")
@@ -188,13 +180,7 @@ def told(policy: Policy) -> str:
         price = f"{usd_in} in, {usd_out} out per million tokens"
     given = policy.settings.get("temperature")
     sampling = "" if given is None else f", temperature {given:g}"
-    line = f"{name} at {url}{sampling}; {price}"
-    if name.endswith(SERVED):
-        line += (
-            "; it plays a whole loop with tools of its own there, and shows no calls: an answer "
-        )
-        line += f"may take minutes, {TIMEOUT_S:g} s at most"
-    return line
+    return f"{name} at {url}{sampling}; {price}"
 
 
 def sampling_in_words(sampling: dict[str, float]) -> str:
@@ -263,8 +249,7 @@ def mcp_tool(
     """Returns the server of MCP whose tool answers the questions of a world."""
     from nanorchestra.serving.mcp import tool_server
 
-    tools = ", ".join(tool.name for tool in world.tools) or "none"
-    about = f"Tools: {tools}. Questions such as: {'; '.join(world.examples)}"
+    about = f"Tools: {world.names}. Questions such as: {'; '.join(world.examples)}"
     return tool_server(service, rollout, world.open, sampling, name, about)
 
 
@@ -365,8 +350,6 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         replies = store_of(options.experts, "--experts")
         spending = Spending(replies=replies)
         world = questions_of(model, options.tools, options.index, sandbox, spending)
-        if remote and title.endswith(SERVED):
-            world = OpenQuestions([], "those of its server")
         if remote:
             states_seed = options.seed is not None
             rollout = policy.load(spending, 1).sampling(temperature, states_seed)
@@ -390,7 +373,6 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         typing = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
         if options.ask or not typing:
             notes = [note for note in (about, world.title, world.shorthand) if note]
-            notes += [] if world.tools else [f"tools: {world.names}"]
             print("; ".join(notes), file=sys.stderr)
             return converse(terminal, [options.ask] if options.ask else sys.stdin)
         terminal.at_prompt = True
