@@ -214,14 +214,6 @@ def serve_openai(
     """
     from nanorchestra.serving.api import Server, serve_http  # half a second, only for --http
 
-    more = None
-    if options.mcp:
-        from nanorchestra.serving.mcp import http_route
-
-        def more(server, check):
-            tool = mcp_tool(server.service, name, rollout, world, sampling)
-            return http_route(tool, check)
-
     key = os.environ.get(options.key_env, "")
     require(key or not options.key_env, f"--key-env: {options.key_env} is not set")
     gc.freeze()  # a collection of all that was imported would take 100 ms, while streams wait
@@ -229,28 +221,16 @@ def serve_openai(
         server = Server(
             rollout,
             name,
-            world.open,
+            world,
             sampling,
             options.host,
             key,
-            more,
-            about=world.facts(),
-            needs_tools=world.alone,
-            record=recorder(options.trace),
+            recorder(options.trace),
+            options.mcp,
         )
         serve_http(server, options.port)
     finally:
         gc.unfreeze()  # nanobind would report at the end what is not collected
-
-
-def mcp_tool(
-    service: Any, name: str, rollout: Rollout, world: OpenQuestions, sampling: dict[str, float]
-) -> Any:
-    """Returns the server of MCP whose tool answers the questions of a world."""
-    from nanorchestra.serving.mcp import tool_server
-
-    about = f"Tools: {world.names}. Questions such as: {'; '.join(world.examples)}"
-    return tool_server(service, rollout, world.open, sampling, name, about)
 
 
 def serve_mcp(
@@ -263,10 +243,10 @@ def serve_mcp(
 ) -> None:
     """Serves a client of MCP on its pipes until it closes them."""
     from nanorchestra.serving.loop import Service
-    from nanorchestra.serving.mcp import serve_pipes
+    from nanorchestra.serving.mcp import serve_pipes, tool_server
 
     service = Service(rollout.engine, recorder(options.trace))
-    serve_pipes(mcp_tool(service, name, rollout, world, sampling), service, pipes)
+    serve_pipes(tool_server(service, rollout, world, sampling, name), service, pipes)
 
 
 @command("serve.py")

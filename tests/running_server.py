@@ -68,24 +68,30 @@ def wait(condition, seconds=20):
 
 
 class Running:
-    """A server in a thread. `preferences` are those of its environments.
+    """A server in a thread, and what it is asked. `preferences` are those of its environments.
 
     `data` is that of their tasks, which stand alone if there is any.
     """
 
+    names, examples, alone = "echo", ["!ask"], False
+
+    def open(self, question, preference, seed):
+        """An attempt with the tool."""
+        self.preferences.append(preference)
+        preference.check_names("metadata", ["echo"])
+        task = Task("asked", question, preference, data=self.data)
+        return ToolEnvironment(task, [self.tool], lambda answer: 0.0)
+
+    def facts(self):
+        """What the page says."""
+        return ABOUT
+
     def __init__(self, engine, tool=None, **settings):
-        self.preferences, self.data = [], {}
-
-        def environment(question, preference, seed):
-            self.preferences.append(preference)
-            preference.check_names("metadata", ["echo"])
-            task = Task("asked", question, preference, data=self.data)
-            return ToolEnvironment(task, [tool or EchoTool()], lambda answer: 0.0)
-
+        self.preferences, self.data, self.tool = [], {}, tool or EchoTool()
         limits = RolloutSection(turns=8, turn_tokens=200, context_tokens=400)
         rollout = Rollout(engine, engine.tokenizer, None, limits)
         defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        self.server = Server(rollout, "nano", environment, defaults, **settings)
+        self.server = Server(rollout, "nano", self, defaults, **settings)
         listening = socket.create_server(("127.0.0.1", 0))
         self.base = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self.engine, self.service = engine, self.server.service

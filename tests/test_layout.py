@@ -29,7 +29,8 @@ OUTSIDE = "tests/", "benchmarks/", "examples/"  # examples are programs of users
 OPTIONAL = {"gguf", "huggingface_hub", "litellm", "pyarrow", "tau2"}
 # They bring huggingface_hub, gguf, jinja2, mcp and FastAPI, which few commands need.
 DOORS = {f"nanorchestra.formats.{name}" for name in ("hub", "gguf", "template")}
-LAZY = DOORS | {"nanorchestra.tools.mcp", "nanorchestra.serving.retrieval"}
+LAZY = DOORS | {"nanorchestra.tools.mcp", "nanorchestra.serving.mcp"}
+LAZY |= {"nanorchestra.serving.retrieval"}
 FRAMEWORKS = {"transformers", "vllm", "trl", "ray", "accelerate", "deepspeed", "openai", "peft"}
 TORCH_FREE = "engine.scheduler engine.block_manager engine.sequence engine.guide engine.stream"
 TORCH_FREE += " model.chat model.parser records agent.loop"

@@ -280,7 +280,7 @@ def _asked(policy: Policy, parallel: int) -> Iterator[tuple[str, Json]]:
     sampling = {name: policy.settings[name] for name in SAMPLING}
     arguments |= {"top_p": sampling["top_p"], "max_tokens": policy.settings["turn_tokens"]}
     key = secrets.token_urlsafe(24)
-    server = Server(rollout, name, OpenQuestions([]).open, sampling, key=key)
+    server = Server(rollout, name, OpenQuestions([]), sampling, key=key)
     listening = listen("127.0.0.1", 0)
     serving = threading.Thread(target=server.run, args=([listening],), daemon=True)
     serving.start()

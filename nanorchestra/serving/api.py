@@ -12,7 +12,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,7 +45,6 @@ from pydantic import (
 )
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 from starlette.types import Send
 from typing_extensions import TypedDict
 
@@ -74,8 +73,8 @@ from nanorchestra.serving.http import (
 )
 from nanorchestra.serving.loop import (
     REPORTED,
-    MakeEnvironment,
     Names,
+    Questions,
     Record,
     ServedAttempt,
     Service,
@@ -770,29 +769,23 @@ class Server(uvicorn.Server):
 
     A model without Qwen3's markers is served alone; of a model behind an endpoint only the rollout.
 
-    make_environment(question, preference, seed): the environment of an attempt. defaults:
-    parameters where a body has none. host: where it listens. key: "" to serve every client.
-    more(server, check): one more route, whose requests `check` checks, and its lifespan.
-    about: what the page says of NAME+tools, as `OpenQuestions.facts` returns it. needs_tools: the
-    model knows only tasks with tools, so that a chat of NAME without any is refused. record: is
-    called with each attempt that has ended.
+    world: what NAME+tools is asked. defaults: parameters where a body has none. host: where it
+    listens. key: "" to serve every client. record: is called with each attempt that has ended.
+    has_mcp: the tool of MCP is at /mcp.
     """
 
     def __init__(
         self,
         rollout: Rollout,
         name: str,
-        make_environment: MakeEnvironment,
+        world: Questions,
         defaults: Json,
         host: str = "127.0.0.1",
         key: str = "",
-        more: Callable[..., tuple[Route, Any]] | None = None,
-        about: Json | None = None,
-        needs_tools: bool = False,
         record: Record | None = None,
+        has_mcp: bool = False,
     ):
-        self.rollout, self.make_environment = rollout, make_environment
-        self.needs_tools = needs_tools
+        self.rollout, self.world = rollout, world
         if rollout.engine is None:
             context = rollout.settings.context_tokens
             self.limits = Limits(rollout.tokenizer.vocab_size, context, context)
@@ -806,8 +799,12 @@ class Server(uvicorn.Server):
         if rollout.engine is not None:
             self.models.append(name)
         self.grammars = Grammars(rollout.tokenizer)
-        self.facts = {"models": self.models} | (about or {})
-        route, lifespan = more(self, self._check_client) if more is not None else (None, None)
+        route, lifespan = None, None
+        if has_mcp:
+            from nanorchestra.serving.mcp import http_route, tool_server
+
+            tool = tool_server(self.service, rollout, world, defaults, name)
+            route, lifespan = http_route(tool, self._check_client)
         most_bytes = (1 << 16) + 32 * self.limits.context
         app = Application(refuse, host, most_bytes, lifespan)
         key_needed = [Depends(self._check_key)]
@@ -817,9 +814,9 @@ class Server(uvicorn.Server):
         app.get("/v1/models")(self._list_models)
         for path, complete in ((CHAT, self._chat), ("/v1/completions", self._continue)):
             app.post(path, responses=ERRORS, dependencies=key_needed)(complete)
-        if route is not None:
+        if has_mcp:
             app.router.routes.append(route)
-        self.has_mcp = route is not None
+        self.has_mcp = has_mcp
         config = uvicorn.Config(
             app, ws="none", log_level="warning", timeout_graceful_shutdown=int(DRAIN_S) + 5
         )
@@ -847,7 +844,7 @@ class Server(uvicorn.Server):
 
     async def _page_facts(self) -> JSONResponse:
         """What the page knows of the models and the tools: no more than who may ask."""
-        return JSONResponse(self.facts)
+        return JSONResponse({"models": self.models} | self.world.facts())
 
     async def _health(self) -> JSONResponse:
         """Answers while the server lives."""
@@ -882,7 +879,7 @@ class Server(uvicorn.Server):
             raise HTTPException(404, f"model: it must be {' or '.join(self.models)}")
         is_bare = isinstance(body, ChatRequest) and body.model == self.alone and not body.tools
         require(
-            not (self.needs_tools and is_bare),
+            not (self.world.alone and is_bare),
             f"model: {self.alone} knows only its world's tools, and babbles without any; ask "
             f"for {self.models[0]}",
         )
@@ -919,7 +916,7 @@ class Server(uvicorn.Server):
         alone = body.model_copy(update={"messages": [last]})
         await asyncio.to_thread(self._prompts, alone)  # which must fit
         seed = secrets.randbits(62) if body.seed is None else body.seed
-        env = self.make_environment(last["content"], preference_of(body.metadata), seed)
+        env = self.world.open(last["content"], preference_of(body.metadata), seed)
         handed = Preference.of("", body.metadata.get("limits", {}), "metadata.limits")
         env.task = replace(env.task, preference=env.task.preference.stricter(handed))
         if before and not env.task.data:  # else it is a world's task, which stands alone

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 from starlette.exceptions import HTTPException
@@ -29,8 +29,6 @@ from nanorchestra.schemas import Json
 
 # What keeps an attempt that has ended.
 Record = Callable[[Task, Trajectory], None]
-# The environment of an attempt at a question, under a preference, and a seed.
-MakeEnvironment = Callable[[str, Preference, int], Environment]
 # What a client may say of a preference: words, and names of what it bans.
 Words = Annotated[str, Field(max_length=2_000)]
 Names = Annotated[list[Annotated[str, Field(max_length=512)]], Field(max_length=64)]
@@ -43,6 +41,20 @@ CLOSE_S = 30.0  # that the last step may take
 KEEP_S = 5.0  # without news of an attempt, after which that is told
 REPORTED = "status", "cost_usd", "latency_s", "calls"  # of an attempt's trajectory
 ENDING = 503, "the server is shutting down"
+
+
+class Questions(Protocol):
+    """What a server is asked, as worlds/terminal.py has it."""
+
+    names: str  # of the tools
+    examples: list[str]
+    alone: bool  # whether the model knows only these questions, so that it cannot chat
+
+    def open(self, question: str, preference: Preference, seed: int) -> Environment:
+        """Returns the environment of an attempt. UserError."""
+
+    def facts(self) -> Json:
+        """Returns what the page says of the questions and the tools."""
 
 
 class Reader(asyncio.Event):

@@ -36,8 +36,8 @@ from nanorchestra.serving.http import REFUSED, problem_of
 from nanorchestra.serving.loop import (
     REPORTED,
     REQUEST_S,
-    MakeEnvironment,
     Names,
+    Questions,
     ServedAttempt,
     Service,
     Words,
@@ -87,19 +87,18 @@ class Answer(BaseModel):
 def tool_server(
     service: Service,
     rollout: Rollout,
-    make: MakeEnvironment,
+    world: Questions,
     sampling: dict[str, float],
     name: str,
-    about: str,
 ) -> Server:
     """Returns a server of MCP with one tool, which plays an attempt of `rollout` for each call.
 
-    make(question, preference, seed): the environment of an attempt. `name` is the model's, and
-    `about` says what may be asked.
+    `world` is what it is asked, and `name` is the model's.
     """
     description = (
         f"{name} answers a question. It decides which tools and models it calls for that, under "
-        f"a preference and limits. {about}"
+        f"a preference and limits. Tools: {world.names}. Questions such as: "
+        f"{'; '.join(world.examples)}"
     )
     tool = types.Tool(
         name=TOOL,
@@ -120,7 +119,7 @@ def tool_server(
         try:
             asked = validated(Question, params.arguments or {}, TOOL)
             seed = secrets.randbits(62)
-            env = make(asked.question, asked.wish(), seed)
+            env = world.open(asked.question, asked.wish(), seed)
             attempt = ServedAttempt(service, rollout, env, seed, sampling)
             await _follow(attempt, context.session.report_progress)
             t = attempt.trajectory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from running_server import ABOUT, Running, scripted
+from running_server import Running, scripted
 
 from nanorchestra.engine.engine import Engine
 
@@ -18,7 +18,7 @@ def make_engine(make_nano, nano_tokenizer):
 
 @pytest.fixture(scope="module")
 def running(make_engine):
-    running = Running(make_engine(), about=ABOUT)
+    running = Running(make_engine())
     yield running
     running.assert_idle()
     running.stop()

@@ -57,13 +57,7 @@ def start(make_engine):
     started = []
 
     def run(tool=None, **settings):
-        def more(server, check):
-            sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-            rollout, make = server.rollout, server.make_environment
-            tool = served.tool_server(server.service, rollout, make, sampling, "nano", "")
-            return served.http_route(tool, check)
-
-        started.append(Running(make_engine(), tool, more=more, **settings))
+        started.append(Running(make_engine(), tool, has_mcp=True, **settings))
         return started[-1]
 
     yield run
