@@ -9,7 +9,7 @@
     python serve.py --http                      OpenAI's API, and a page to chat (docs/serve.md)
     python serve.py --mcp                       a tool of MCP, on stdin and stdout (docs/serve.md)
     python serve.py --trace FILE                records every attempt, a JSON line each
-    python serve.py --replay FILE               shows recorded attempts again, and calls nothing
+    python serve.py --replay FILE               shows recorded attempts as trees of their calls
 
 Questions can also be piped in, one a line. Exit status: 0 if all questions were answered, 1 if one
 was not, 2 for a mistake in options, a question or a command, 130 after Ctrl-C.
@@ -33,11 +33,9 @@ from nanorchestra.agent.loop import Rollout
 from nanorchestra.config import RolloutSection
 from nanorchestra.errors import ArgumentParser, UserError, command, require
 from nanorchestra.files import append_line
-from nanorchestra.formats.load import with_chat
 from nanorchestra.formats.rollout import load_rollout
 from nanorchestra.model.checkpoint import NANO, read_config, read_sampling
 from nanorchestra.model.quantise import MODES
-from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Task, Trajectory
 from nanorchestra.schemas import Json
 from nanorchestra.tools.replies import store_of
@@ -79,7 +77,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--experts", default="real", help="real, record:DIR or replay:DIR, see docs/tools.md")
     add("--index", help="offer search in an index that tools.py built")
     add("--trace", type=Path, help="add every attempt to this file, as JSON")
-    add("--replay", type=Path, help="show the attempts of such a file again, and end")
+    add("--replay", type=Path, help="show the attempts of such a file, and end")
     add("--http", action="store_true", help="serve OpenAI's API and a page in place of a prompt")
     add("--mcp", action="store_true", help="serve a tool of MCP by pipes, with --http at /mcp")
     add("--host", default="127.0.0.1", help="with --http: where to listen (default: 127.0.0.1)")
@@ -254,9 +252,7 @@ def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit status."""
     options = parse(arguments)
     if options.replay:
-        there = options.model and not is_endpoint(options.model)
-        model = formats.directory_of(options.model) if there else NANO
-        show_again(options.replay, with_chat(Tokenizer.from_dir(model), model))
+        show_again(options.replay)
         return 0
     if not options.mcp:
         return play(options)

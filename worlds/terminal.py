@@ -26,7 +26,7 @@ from nanorchestra.schemas import Json
 from nanorchestra.tools.corpus import open_index
 from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
-from nanorchestra.training.trajectories import from_row, replay, to_row
+from nanorchestra.training.trajectories import to_row
 from nanorchestra.units import bill, dollars
 from tools import LookupTool, load_tools, python_tool
 from worlds.catalogue import as_listed, names_of, reached
@@ -417,24 +417,15 @@ class Transcript:
         self.messages, self.ids = messages, ids
 
 
-def show_again(path: Path, tokenizer: Tokenizer) -> None:
-    """Shows the recorded attempts of a file as they happened, each with the tree of its calls."""
+def show_again(path: Path) -> None:
+    """Shows the recorded attempts of a file, each as the tree of its calls. UserError."""
     console = Console(sys.stdout)
     for line, row in read_json_lines(path):
-        where = f"{path}, line {line}: not a recorded attempt"
         try:
-            task, trajectory = from_row(row)
+            console.line(tree(row))
         except (KeyError, TypeError):
+            where = f"{path}, line {line}: not a recorded attempt"
             raise UserError(f"{where}; --trace and training write them") from None
-        largest = max(trajectory.ids, default=0)
-        require(
-            largest < tokenizer.vocab_size,
-            f"{where} of this model: the id {largest} is beyond its tokenizer's vocabulary",
-        )
-        console.say("task", f"{task.question} {task.preference.words}")
-        replay(trajectory, tokenizer, console.on_event)
-        console.rest()
-        console.line(tree(row))
 
 
 COMMANDS = ["/" + name[3:] for name in vars(Terminal) if name.startswith("do_")]

@@ -1,12 +1,7 @@
-"""Turns attempts into rows of JSON and back, and replays them."""
+"""Turns attempts into rows of JSON and back."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
-from nanorchestra.engine.stream import TurnStream
-from nanorchestra.model import chat
-from nanorchestra.model.tokenizer import Tokenizer
 from nanorchestra.records import Bounds, Preference, Task, ToolCall, ToolResult, Trajectory, Turn
 from nanorchestra.schemas import Json
 
@@ -35,17 +30,3 @@ def from_row(row: Json) -> tuple[Task, Trajectory]:
         results = [ToolResult(**result) for result in turn["results"]]
         values["turns"].append(Turn(**turn | {"calls": calls, "results": results}))
     return Task(**task), Trajectory(**values)
-
-
-def replay(
-    trajectory: Trajectory, tokenizer: Tokenizer, on_event: Callable[[str, Any], None]
-) -> None:
-    """Repeats the events of `Rollout.run` from the record; nothing is sampled or called."""
-    on_event("start", trajectory)
-    for turn in trajectory.turns:
-        thinks = chat.opens_thinking(tokenizer, trajectory.ids[: turn.start])
-        stream = TurnStream(tokenizer, thinks=thinks)
-        on_event("text", stream.feed(*trajectory.ids[turn.start : turn.end]))
-        on_event("turn", stream.finish())
-        if turn.results:
-            on_event("results", turn)
