@@ -13,15 +13,12 @@ Guaranteed on Linux, x86_64 or aarch64; elsewhere `Sandbox()` raises UserError:
   against native code too;
 - no secret of the caller: an empty environment, no inherited descriptor, and the /proc of other
   processes is unreadable;
-- no file outside the scratch directory is written; none is read but the standard library, numpy,
-  sympy and pandas where they are installed, and the system's shared libraries (Landlock, Linux
-  5.13). On an older kernel no file can be opened;
+- no file is written; none is read but the standard library, numpy, sympy and pandas where they
+  are installed, and the system's shared libraries (Landlock, Linux 5.13). On an older kernel no
+  file can be opened;
 - an end after `timeout_s`, whatever the code does, and at once where the call is abandoned; at most
   768 MiB of memory, 32 open files; output is cut at 8 KiB;
-- the scratch directory is in memory: 64 MiB, 256 files, 16 MiB a file. Where a process may not make
-  namespaces of its own, as in many containers, there is none, and no file can be written;
-- nothing is left: children die with their worker, a worker ends when its owner ends, and no file
-  of a run is ever on a disk.
+- nothing is left: children die with their worker, and a worker ends when its owner ends.
 
 Not guaranteed: a defence against bugs of the kernel, or secrecy of file names and the clock.
 """

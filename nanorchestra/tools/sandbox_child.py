@@ -35,8 +35,6 @@ MAX_ERROR = 500  # characters
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # <linux/prctl.h>
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
-CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000  # <linux/sched.h>
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 1 << 14, 1 << 18  # <linux/mount.h>
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -47,10 +45,9 @@ def main() -> None:
     os.close(int(sys.argv[1]))  # its number may be high; dup takes the lowest that is free
     for name in TABLE["preload"]:  # so that importing them costs a run nothing
         importlib.import_module(name)
-    scratch = mount_scratch()
-    os.chdir(scratch or "/")
+    os.chdir("/")
     drop_capabilities()
-    ruleset = landlock_ruleset(scratch, site_packages)
+    ruleset = landlock_ruleset(site_packages)
     filter_program = seccomp_filter(with_files=ruleset >= 0)
     gc.collect()
     gc.freeze()  # collecting would write to, and so copy, pages shared with the children
@@ -61,59 +58,12 @@ def main() -> None:
             os.write(control, b"ready")
             status = serve(control, request["timeout_s"], ruleset, filter_program)
             os.write(control, json.dumps(status).encode())
-            if scratch:
-                empty(scratch)
-
-
-def mount_scratch() -> str | None:
-    """Mounts an empty tmpfs that this process and its children alone see. Returns its path.
-
-    The kernel bounds its bytes and its files, and frees it with the last process. None where the
-    machine does not let a process make namespaces of its own, as in many containers.
-    """
-    path, options = TABLE["scratch"]["path"], TABLE["scratch"]["options"]
-    user, group = os.getuid(), os.getgid()
-    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-    try:
-        check(libc.unshare(CLONE_NEWUSER | CLONE_NEWNS))
-        for file, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{user} {user} 1"),
-            ("gid_map", f"{group} {group} 1"),
-        ):
-            with open(f"/proc/self/{file}", "w") as kernel:
-                kernel.write(text)
-        check(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None))
-        check(libc.mount(b"tmpfs", path.encode(), b"tmpfs", flags, options.encode()))
-    except OSError:
-        return None
-    return path
 
 
 def drop_capabilities() -> None:
     """Gives up all capabilities, of root too. Raises OSError if one stays."""
     header = struct.pack("<Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     check(libc.capset(header, bytes(24)))
-
-
-def empty(scratch: str) -> None:
-    """Removes the files of a run. Raises OSError, which ends the worker, if one stays.
-
-    In a process of its own: the worker would keep their names in its memory, for the next run.
-    """
-    filesystem = os.statvfs(scratch)
-    if filesystem.f_files - filesystem.f_ffree == 1:  # the directory itself
-        return
-    pid = os.fork()
-    if pid == 0:
-        try:
-            for entry in os.scandir(scratch):
-                os.unlink(entry.path)  # Landlock lets a run make plain files only
-            os._exit(0)
-        finally:
-            os._exit(1)
-    if os.waitpid(pid, 0)[1] != 0:
-        raise OSError(f"{scratch} cannot be emptied")
 
 
 def load_libraries(names: list[str], site_packages: str) -> None:
@@ -155,10 +105,7 @@ def serve(control: int, timeout_s: float, ruleset: int, filter_program) -> int |
 
 
 def confine(worker: int, ruleset: int, filter_program) -> None:
-    """Gives up, for good, every right but computing and the scratch directory.
-
-    Raises OSError if one stays.
-    """
+    """Gives up, for good, every right but computing. Raises OSError if one stays."""
     check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
     if os.getppid() != worker:
         raise OSError("the worker died before its child was bound to it")
@@ -180,17 +127,16 @@ def check(result: int) -> int:
     return result
 
 
-def landlock_ruleset(scratch: str | None, site_packages: str) -> int:
+def landlock_ruleset(site_packages: str) -> int:
     """Returns a descriptor of the file rules, -1 on a kernel without Landlock.
 
     Python's library, shared libraries and the packages of TABLE["packages"] in `site_packages` can
-    be read, but no package beside them, of which names alone can be listed; plain files in
-    `scratch` can be made and changed. The access bits are those of <linux/landlock.h>; all thirteen
-    of its first version are denied unless granted.
+    be read, but no package beside them, of which names alone can be listed. The access bits are
+    those of <linux/landlock.h>; all thirteen of its first version are denied unless granted.
     """
     if libc.syscall(SYS_LANDLOCK_CREATE, None, 0, 1) < 1:  # asked for its version
         return -1
-    write_file, read_file, read_dir, remove_file, make_file = 1 << 1, 1 << 2, 1 << 3, 1 << 5, 1 << 8
+    read_file, read_dir = 1 << 2, 1 << 3
     attributes = struct.pack("<Q", (1 << 13) - 1)
     ruleset = check(libc.syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0))
     library = os.path.dirname(os.path.abspath(os.__file__))
@@ -202,8 +148,6 @@ def landlock_ruleset(scratch: str | None, site_packages: str) -> int:
             rules[entry.path] = read_file | read_dir if is_folder else read_file
     zones = "/usr/share/zoneinfo"  # whole, for it has no packages and is listed
     rules |= dict.fromkeys(filter(os.path.isdir, (zones, *packages)), read_file | read_dir)
-    if scratch:
-        rules[scratch] = write_file | read_file | read_dir | remove_file | make_file
     for path, access in rules.items():
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         beneath = struct.pack("<Qi", access, descriptor)

@@ -80,7 +80,8 @@ def test_memory_output_and_file_sizes_are_bounded(sandbox):
         "open('/etc/passwd')",
         "open('/proc/%d/environ' % os.getppid())",
         "open('/tmp/written', 'w')",
-        "os.rename(os.__file__, 'mine.py')",
+        "os.rename(os.__file__, '/tmp/mine.py')",
+        "os.unlink(os.__file__)",
     ],
 )
 def test_rights_that_were_given_up(sandbox, attempt):
@@ -119,24 +120,13 @@ fcntl.fcntl(r, 4, 0o20000)
 os.write(w, b"x")
 """,
     "a file becomes immutable for root": """
-attributes = fcntl.ioctl(open("f", "w"), 0x80086601, bytes(8))
-fcntl.ioctl(open("f", "w"), 0x40086602, attributes)
+attributes = fcntl.ioctl(open({book!r}), 0x80086601, bytes(8))
+fcntl.ioctl(open({book!r}), 0x40086602, attributes)
 """,
     "a file opened to neither read nor write is emptied": "os.open({book!r}, 3 | os.O_TRUNC)",
     "root maps the page at 0": """
 if c.mmap(ctypes.c_void_p(0), 4096, 3, 0x32, -1, 0) is not None and ctypes.get_errno():
     raise OSError
-""",
-    "deleted files that are still mapped fill a disk": """
-for i in range(6):
-    with open("f", "w+b") as file:
-        file.write(bytes(15 << 20))
-        c.mmap(None, 4096, 1, 2, file.fileno(), 0)
-    os.unlink("f")
-""",
-    "many small files fill a disk": """
-for i in range(400):
-    open(str(i), "w").close()
 """,
     "the memory of the worker holds the run before": """
 import re
@@ -146,7 +136,7 @@ for near, size in ((c.sbrk(0) - (16 << 20), 16 << 20), (id(c) - (48 << 20), 64 <
     start = near >> 12 << 12
     for page in range(start, start + size, 4096):
         if c.write(w, page, 4096) > 0:
-            kinds.update(re.findall(rb"Q[X](CODE|PRINTED|RAISED|FILE)9", os.read(r, 4096)))
+            kinds.update(re.findall(rb"Q[X](CODE|PRINTED|RAISED)9", os.read(r, 4096)))
 if not kinds:
     raise OSError
 print(kinds)
@@ -155,8 +145,6 @@ print(kinds)
 SECRETS = """
 note = 'QXCODE9' * 9
 print('-'.join(['Q', 'XPRINTED9' * 9]).replace('-', ''))
-try: open('Q' + 'XFILE9', 'w')
-except PermissionError: pass
 raise ValueError('Q' + 'XRAISED9' * 9)
 """
 
@@ -176,8 +164,8 @@ def test_attacks_that_worked_once(attack, copied_sandbox, tmp_path):
         result = one.run(f"{NATIVE}\ntry:\n{program}\n    print('fell')\n{refused}", 30.0)
         assert (result.stdout, result.error) == ("held\n", "")
         assert book.read_text() == "a library" and victim.poll() is None
-        result = one.run("import os\nos.listdir('.' if os.getcwd() != '/' else '/lib')[:0]")
-        assert result.stdout == "[]\n" and result.seconds < 0.5
+        result = one.run("1")
+        assert result.stdout == "1\n" and result.seconds < 0.5
     victim.kill()
     victim.wait()
 
@@ -197,15 +185,13 @@ def test_no_secret_no_descriptor_and_no_capability_of_the_caller(monkeypatch):
     os.close(leak)
 
 
-def test_a_run_sees_nothing_of_the_one_before_and_repeats_itself(sandbox):
-    if sandbox.run("open('f', 'w')").error:
-        pytest.skip("this machine does not let a process make namespaces of its own")
-    change = "import math, builtins\nmath.pi = builtins.x = 3\nopen('note', 'w').write('hello')"
-    look = "import math, os\n(math.pi > 3.1, 'x' in dir(__builtins__), os.listdir('.'))"
+def test_a_run_sees_nothing_of_the_one_before_and_repeats_itself():
+    change = "import math, builtins\nmath.pi = builtins.x = 3\n'changed'"
+    look = "import math\n(math.pi > 3.1, 'x' in dir(__builtins__))"
     draw = "import random\n(random.random(), list({'a', 'b', 'c', 'd', 'e'}))"
     with Sandbox(workers=1) as first, Sandbox(workers=1) as second:
-        assert first.run(change).stdout == "5\n"
-        assert first.run(look).stdout == "(True, False, [])\n"
+        assert first.run(change).stdout == "'changed'\n"
+        assert first.run(look).stdout == "(True, False)\n"
         assert first.run(draw).stdout == first.run(draw).stdout == second.run(draw).stdout
 
 
@@ -232,15 +218,15 @@ def test_a_stopped_worker_is_ended_and_replaced_and_one_that_is_not_free_is_no_e
 
 
 @pytest.mark.parametrize("killed", ["owner", "owner and worker"])
-def test_nothing_is_left_when_the_owner_is_killed(killed, tmp_path):
+def test_nothing_is_left_when_the_owner_is_killed(killed):
     """The owner gets SIGKILL in the middle of a run: it cannot clean up, its worker must."""
     program = textwrap.dedent("""
         from nanorchestra.tools.sandbox import Sandbox
         sandbox = Sandbox(workers=1)
         print(sandbox._idle.queue[-1].process.pid, flush=True)
-        sandbox.run("open('f', 'w').write('x')\\nwhile True: pass", timeout_s=30)
+        sandbox.run("while True: pass", timeout_s=30)
     """)
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-c", program]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     worker = int(owner.stdout.readline())
@@ -253,23 +239,17 @@ def test_nothing_is_left_when_the_owner_is_killed(killed, tmp_path):
     owner.wait()
     owner.stdout.close()
     wait_for(lambda: gone(worker) and gone(child))
-    assert not os.listdir(tmp_path) and not os.path.exists("/dev/shm/f")
 
 
 def test_what_the_machine_cannot_confine_is_not_allowed(copied_sandbox):
-    """Without namespaces no file is written, without Landlock none opened, else nothing runs."""
+    """Without Landlock no file is opened, else nothing runs."""
     copied_sandbox("sandbox_child.py", "PR_SET_SECCOMP, 2,", "PR_SET_SECCOMP, 99,")
     with pytest.raises(UserError, match="cannot be confined here .exit status 97"):
         Sandbox(workers=1)
     copied_sandbox("sandbox_child.py", "capset(header", "capset(None")
     with pytest.raises(UserError, match="cannot be confined here .the sandbox process died"):
         Sandbox(workers=1)
-    for old, new in (("CLONE_NEWUSER | CLONE_NEWNS", "-1"), ('b"tmpfs", flags', 'b"none", flags')):
-        copied_sandbox("sandbox_child.py", old, new)
-        with Sandbox(workers=1) as one:
-            assert one.run("import this").stdout.startswith("The Zen")
-            assert "PermissionError" in one.run("open('here', 'w')").error
-    copied_sandbox("sandbox_child.py", "landlock_ruleset(scratch, site_packages)\n", "-1\n")
+    copied_sandbox("sandbox_child.py", "landlock_ruleset(site_packages)\n", "-1\n")
     with Sandbox(workers=1) as one:
         assert one.run("import math, statistics, json\nmath.factorial(5)").stdout == "120\n"
         for path, mode in (("/etc/passwd", "r"), ("/proc/1/environ", "r"), ("here", "w")):
