@@ -359,10 +359,6 @@ def parse(arguments: list[str]) -> Namespace:
     serve.add_argument("path", help="the directory of an index, or a small JSONL file")
     serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, default=8100, help="(default: 8100)")
-    serve.add_argument("--device", help="cpu or cuda:N (default: the first GPU, if there is one)")
-    serve.add_argument(
-        "--embed", metavar="CHECKPOINT", help="where the index's Qwen3-Embedding lies here"
-    )
     return parser.parse_args(arguments)
 
 
@@ -374,7 +370,7 @@ def main(arguments: list[str]) -> int:
         from nanorchestra.serving.retrieval import serve_index  # brings FastAPI
 
         def load():
-            index = open_index(given.path, given.device, given.embed)
+            index = open_index(given.path)
             require(isinstance(index, Index), f"{given.path}: it is served there already")
             return index
 

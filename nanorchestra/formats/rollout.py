@@ -19,7 +19,7 @@ from nanorchestra.formats.load import load_model
 from nanorchestra.model.checkpoint import stored_dtype
 from nanorchestra.model.native import library, pack
 from nanorchestra.schemas import Json
-from nanorchestra.tools.devices import device_named
+from nanorchestra.tools.devices import own_device
 
 
 def load_rollout(
@@ -42,7 +42,7 @@ def load_rollout(
     such a model answers, but calls no tools. named: the user's word for the model, for the message
     that it lacks them. UserError if the checkpoint is not whole.
     """
-    device = device_named()
+    device = own_device()
     cuda = device.type == "cuda"
     dtype = str(_dtype(path, device)).removeprefix("torch.")
     model, tokenizer = load_model(path, str(device), dtype, quantise)

@@ -23,7 +23,6 @@ from nanorchestra import formats
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_json_lines, read_text, replace_directory
 from nanorchestra.schemas import whole_characters
-from nanorchestra.tools.devices import device_named
 from nanorchestra.tools.embed import Embedder
 from nanorchestra.tools.index import Index, Passage, RemoteIndex, VectorIndex, database, insert
 
@@ -32,12 +31,10 @@ _CHUNK = re.compile(
     r"\S.{0,999}(?=\Z)|\S.{300,999}(?=\n[ \t]*\n)|\S.{0,999}(?=\s)|\S{1000}", re.DOTALL
 )
 PASSAGES, VECTORS = "passages.sqlite", "vectors.faiss"
-# One row beside the passages: the files they were cut from, the checkpoint that made the vectors,
-# and the first of these, float32.
-ABOUT = "CREATE TABLE about (files TEXT, checkpoint TEXT, first BLOB)"
+# One row beside the passages: the files they were cut from, the checkpoint that made the vectors.
+ABOUT = "CREATE TABLE about (files TEXT, checkpoint TEXT)"
 TEXT_FIELDS, SOURCE_FIELDS = ("text", "contents", "content"), ("source", "url", "title", "id")
 BLOCK = 32  # passages whose vectors are written together
-SAME_EMBEDDER = 0.98  # cosine of a passage's vector and the stored one; in bf16 it is above 0.995
 
 
 def build_index(
@@ -77,19 +74,15 @@ def build_index(
         raise UserError(f"{out}: cannot be written ({' '.join(str(error).split())})") from None
 
 
-def open_index(
-    path: str | Path, device: str | None = None, checkpoint: str | None = None
-) -> Index | RemoteIndex:
+def open_index(path: str | Path) -> Index | RemoteIndex:
     """Returns the index of a directory, of the rows of a JSONL file, or of a server's address.
 
-    The index of a directory is by vectors if it has any. `device` searches them and embeds queries;
-    None: this thread's GPU, else the CPU. `checkpoint` is the embedder; None: that of the build.
-    UserError names a directory that is no index, and what is wrong with a JSONL file.
+    The index of a directory is by vectors if it has any; this thread's GPU, else the CPU, searches
+    them and embeds queries. UserError names a directory that is no index, and what is wrong with a
+    JSONL file.
     """
     if str(path).startswith(("http://", "https://")):
         return RemoteIndex(str(path))
-    if device is not None:
-        device_named(device)  # a wrong one is refused, though an index of words needs none
     path = Path(path)
     if not path.is_dir():
         index = Index.of(_rows(path))
@@ -100,28 +93,14 @@ def open_index(
     opened = database(path / PASSAGES)
     if not (path / VECTORS).is_file():
         return Index(opened)
-    built_by, first = opened.execute("SELECT checkpoint, first FROM about").fetchone()
-    embedder = Embedder(checkpoint or built_by, device_named(device))
-    text, _ = opened.execute("SELECT text, source FROM passages WHERE rowid = 1").fetchone()
-    _check_embedder(embedder, text, np.frombuffer(first, np.float32), path)
+    (checkpoint,) = opened.execute("SELECT checkpoint FROM about").fetchone()
     vectors = faiss.read_index(str(path / VECTORS), faiss.IO_FLAG_MMAP_IFC)
-    return VectorIndex(opened, vectors, embedder)
+    return VectorIndex(opened, vectors, Embedder(checkpoint))
 
 
 def _is_hidden(file, source) -> bool:
     """Returns whether a file of a corpus, or a directory above it there, begins with a dot."""
     return any(name.startswith(".") for name in file.relative_to(source).parts)
-
-
-def _check_embedder(embedder, text, stored, path) -> None:
-    """Raises UserError unless an embedder gives a text nearly its stored vector."""
-    again = embedder.passages([text])[0]
-    alike = len(again) == len(stored) and float(again @ stored) > SAME_EMBEDDER
-    require(
-        alike,
-        f"{path}: these are the vectors of another embedder than {embedder.checkpoint}; "
-        "give theirs with --embed, or build the index again",
-    )
 
 
 def _documents(source, files) -> Iterator[Passage]:
@@ -182,8 +161,7 @@ def _write_vectors(out, checkpoint, factory) -> None:
         index = faiss.index_factory(embedder.dimension, factory, faiss.METRIC_INNER_PRODUCT)
     with closing(database(out / PASSAGES)) as opened, opened:
         vectors = _embed(opened, embedder, out / f"{quote(name, '')}.float32")
-        about = (name, vectors[0].tobytes())
-        opened.execute("UPDATE about SET checkpoint = ?, first = ?", about)
+        opened.execute("UPDATE about SET checkpoint = ?", (name,))
     with _refusals(factory):
         index.train(vectors)
         index.add(vectors)

@@ -18,7 +18,7 @@ from nanorchestra.errors import require
 from nanorchestra.formats.load import load_model
 from nanorchestra.model.attention import PackedAttention, Segment
 from nanorchestra.model.qwen3 import Qwen3
-from nanorchestra.tools.devices import current, device_named
+from nanorchestra.tools.devices import current, own_device
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 MAX_TOKENS = 8192  # of a text; what is beyond them is cut
@@ -27,12 +27,12 @@ MAX_TOKENS = 8192  # of a text; what is beyond them is cut
 class Embedder:
     """A model on a GPU in bf16, or on the CPU in fp32; `dimension` is its hidden size.
 
-    `device` None: that of the thread that makes it. Any thread may use it. UserError for anything
-    wrong with the checkpoint.
+    The GPU is that of the thread that makes it. Any thread may use it. UserError for anything wrong
+    with the checkpoint.
     """
 
-    def __init__(self, checkpoint: str | Path, device: torch.device | None = None):
-        self.checkpoint, self.device = checkpoint, device or device_named()
+    def __init__(self, checkpoint: str | Path):
+        self.device = own_device()
         dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         # A backbone has no output matrix, whatever its configuration says about tying one.
         self._model, self._tokenizer = load_model(

@@ -175,7 +175,7 @@ class VectorIndex(Index):
                 return faiss.index_cpu_to_gpu(self._resources, device.index, vectors, options)
         except RuntimeError as error:
             problem = " ".join(str(error).split())[:300]
-            right = "search with --device cpu, by tools.py serve-index"
+            right = "search on the CPU, with CUDA_VISIBLE_DEVICES= before the command"
             raise UserError(f"{device} cannot hold the vectors ({problem}); {right}") from None
 
     @property
