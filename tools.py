@@ -44,7 +44,7 @@ from nanorchestra.tools.entries import KINDS, Address, EndpointEntry, ExpertEntr
 from nanorchestra.tools.functions import load_functions, tool
 from nanorchestra.tools.http import NoReplyError
 from nanorchestra.tools.index import Index, RemoteIndex
-from nanorchestra.tools.models import SERVED, Expert, ExpertTool, ServedOrchestrator, tell_once
+from nanorchestra.tools.models import SERVED, Expert, ExpertTool, ServedOrchestrator
 from nanorchestra.tools.replies import UNRECORDED, Replies
 from nanorchestra.tools.roles import ROLES, RoleTool
 from nanorchestra.tools.sandbox import Sandbox
@@ -326,10 +326,7 @@ class Catalogue:
         host = _known(self.endpoints, settings.pop("endpoint"), place)
         settings |= {"price": Price(*settings.pop("usd")), "spending": self.spending}
         settings |= {"listed_as": listed_as, "offered_as": offered_as}
-        if (model := settings["model"]).endswith(SERVED):
-            slow = f"{model} plays a whole loop on its server before it answers"
-            bound = f"{host.timeout_s:g} s at most, timeout_s of {place.partition(': ')[2]}"
-            tell_once(model, f"{where}: {slow}: a call may take minutes, {bound}")
+        if settings["model"].endswith(SERVED):
             host = replace(host, most_requests=1)  # one that failed may have spent its limit
             return ServedOrchestrator(endpoint=host, **settings)
         alone = f"{self.path}: experts.{listed_as}.task_usd: only a model NAME{SERVED} has it"

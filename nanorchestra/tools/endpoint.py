@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from nanorchestra.agent.threads import abandoned
 from nanorchestra.schemas import Json
-from nanorchestra.tools.http import MOST_REQUESTS, Reply, count_tokens, post, secret
+from nanorchestra.tools.http import MOST_REQUESTS, Reply, count_tokens, post
 from nanorchestra.tools.spending import Charge, Spending, UnpaidError
 
 TIMEOUT_S = 600.0  # of a call
@@ -218,11 +218,6 @@ class Endpoint:
     def header_variables(self) -> dict[str, str]:
         """The environment variable of each header."""
         return {name: value.removeprefix("$") for name, value in self.headers.items()}
-
-    def unset(self) -> list[str]:
-        """Returns the environment variables of key and headers that are not set."""
-        variables = filter(None, [self.key_variable, *self.header_variables.values()])
-        return [variable for variable in variables if not secret(variable)]
 
     def __post_init__(self) -> None:
         if self.free is None:

@@ -5,9 +5,7 @@ where it has failed.
 """
 
 import math
-import os
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +23,6 @@ from nanorchestra.tools.spending import Charge, Spending
 TEMPLATE_TOKENS = 100  # that a chat template adds to a message at most
 LEAST_REPLY_TOKENS = 256  # a reply that is cut shorter is not worth its price
 LEAST_REASONING_TOKENS = 2048  # nor that of a reasoning model, whose reasoning counts
-TOLD: set[str] = set()  # what was told: variables that are not set, orchestrators that take long
 TASK = "What to do, with all that it needs to know; left out, it is the whole question."
 SERVED = "+tools"  # after the name of a model: the whole loop of an orchestrator (serve.py --http)
 
@@ -112,8 +109,6 @@ class Expert:
         `on_part` is told of a reply that is asked for as it comes, in another thread. What fails
         beside the endpoint, such as a disk that is full, is the infrastructure's fault.
         """
-        for variable in self.endpoint.unset():
-            tell_once(variable, f"{self.model} needs {variable}, which is not set")
         payee = self.paid_as or self.listed_as or self.offered_as
         charge = Charge(payee, self.most_usd(text), partial(self.price_of, text))
         try:
@@ -221,13 +216,6 @@ class ServedOrchestrator(Expert):
             return self.task_usd if worked else 0.0
         usd = reply.content.get("cost_usd", self.price.cost(*reply.tokens))
         return min(usd, self.task_usd)
-
-
-def tell_once(what: str, line: str) -> None:
-    """Writes a line about `what` to stderr, unless that was done before; the first rank alone."""
-    if os.environ.get("RANK", "0") == "0" and what not in TOLD:
-        TOLD.add(what)
-        print(line, file=sys.stderr)
 
 
 def most_tokens(text: str) -> int:

@@ -9,6 +9,7 @@ import copy
 import json
 import random
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -24,7 +25,7 @@ from nanorchestra.agent.failures import EndpointError
 from nanorchestra.agent.threads import in_daemon
 from nanorchestra.files import merge
 from nanorchestra.schemas import Json
-from nanorchestra.tools.models import Expert, ExpertTool, tell_once
+from nanorchestra.tools.models import Expert, ExpertTool
 from nanorchestra.tools.spending import Spending
 from worlds.policies import Policy, parse
 from worlds.toolscale.dataset import DomainWorld
@@ -77,7 +78,8 @@ def endpoint(text: str, option: str) -> Policy:
     policy = parse(text, (), option)
     if not policy.priced:
         known = "no price of it is known, and --max-usd does not bound it"
-        tell_once(text, f"{option} {text}: {known}; add :input=X:output=X, $ per million tokens")
+        right = "add :input=X:output=X, $ per million tokens"
+        print(f"{option} {text}: {known}; {right}", file=sys.stderr)
     return policy
 
 
