@@ -5,7 +5,6 @@ where it has failed.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -123,7 +122,7 @@ class Expert:
             answer = reply.content["content"].rpartition("</think>")[2]
             problem = "" if answer.strip() else _emptiness(reply.content)
         if problem:
-            answer = f"Error: {name} {self._renamed(problem, name)}"
+            answer = f"Error: {name} {problem}"
         input_tokens, output_tokens = self._counted(text, reply)
         return ToolResult(
             answer.strip(),
@@ -137,15 +136,6 @@ class Expert:
             waited_s=reply.waited,
             given_up=reply.given_up,
         )
-
-    def _renamed(self, problem, name) -> str:
-        """Returns what a server says with the name that the policy knows, not the model's.
-
-        A name of one or two letters may be any word, and hides nothing.
-        """
-        if len(self.model) <= 2:
-            return problem
-        return re.sub(rf"(?<!\w){re.escape(self.model)}(?!\w)", lambda _: name, problem)
 
     def _body(self, text) -> Json:
         """Returns the request of a reply to `text`."""

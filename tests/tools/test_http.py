@@ -85,9 +85,6 @@ FAULTS = {  # name: (what is sent, how the call ends, what it says, whether the 
     "the key in an answer, escaped": (
         reply(json.dumps(said(KEY)).replace("-", "\\u002d").encode()), ANSWERED, "...", BILLED,
     ),
-    "the model's own name": (
-        reply(b"model-1 is not model-1x", "400 Bad"), ORDINARY, "e is not model-1x", FREE,
-    ),
     "reasoning alone": (
         reply(json.dumps(said(None, reasoning="r")).encode()), ORDINARY, "reasoning alone", BILLED,
     ),
