@@ -31,12 +31,11 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, validate_call
 from pydantic.errors import PydanticUserError
-from pydantic.json_schema import GenerateJsonSchema
 
 from nanorchestra.agent.failures import EndpointError, is_infrastructure
 from nanorchestra.agent.threads import in_daemon
 from nanorchestra.agent.tool import Tool
-from nanorchestra.errors import UserError, nearest, require
+from nanorchestra.errors import UserError, require
 from nanorchestra.files import own_fault
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, whole_characters
@@ -175,10 +174,6 @@ def tool(
         require(shape, f"{where}: parameter {name} has no type hint; write {name}: str")
         if name in told:
             shape["description"] = told[name]
-    known = Decorated.__annotations__
-    for name in settings:
-        right = f"it has {', '.join(known)}{nearest(name, known)}"
-        require(name in known, f"{where}: @tool has no setting {name}; {right}")
     settings = validated(Decorated, settings | {"kind": kind}, where)
     if kind in NEEDED:
         _check_argument(kind, schema, where)
@@ -207,17 +202,10 @@ def _validated(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _JsonTypes(GenerateJsonSchema):
-    """Refuses complex numbers, for which pydantic's schema is that of any text."""
-
-    def complex_schema(self, schema):
-        return self.handle_invalid_for_json_schema(schema, "complex")
-
-
 def _check_type(hint, where) -> None:
     """Raises UserError unless values of a type can be written in JSON."""
     try:
-        TypeAdapter(hint).json_schema(schema_generator=_JsonTypes)
+        TypeAdapter(hint).json_schema()
     except PydanticUserError:
         name = inspect.formatannotation(hint)
         raise UserError(f"{where} is {name}, which JSON cannot hold; write {TYPES}") from None
