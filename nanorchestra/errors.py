@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import errno
 import functools
 import os
 import sys
@@ -59,9 +58,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
     """Decorates a command's `main(arguments) -> exit status`, so that it returns for every error.
 
-    UserError is one line on stderr and status 2, memory that is refused one line and status 1,
-    Ctrl-C status 130, a reader of the output that has gone away status 1. Other exceptions are
-    bugs and keep their traceback.
+    UserError is one line on stderr and status 2, Ctrl-C status 130, a reader of the output that has
+    gone away status 1. Other exceptions keep their traceback.
     """
 
     def decorate(main):
@@ -80,20 +78,7 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Callable[[li
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 1
-            except (MemoryError, OSError, RuntimeError) as error:
-                if not _memory_is_refused(error):
-                    raise
-                text = "no memory is left, or a limit such as ulimit -v is too low"
-                print(f"{program}: {text} ({' '.join(str(error).split())})", file=sys.stderr)
-                return 1
 
         return run
 
     return decorate
-
-
-def _memory_is_refused(error: Exception) -> bool:
-    """Returns whether the system gave no memory: to Python, torch's CPU allocator or a thread."""
-    told = ("can't allocate memory", "can't start new thread")
-    no_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
-    return no_memory or any(words in str(error) for words in told)
