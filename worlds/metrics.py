@@ -25,9 +25,7 @@ Pair = tuple[Task, Trajectory]  # an attempt with its task
 Pairs = Sequence[Pair]
 Figures = dict[str, float | None]  # by name; None: the attempt has no such figure
 FAILURE_CHARS = 200  # of what the infrastructure failed with
-# Figures that are paired by task, and those of a step's groups.
-COMPARED = ("reward", "accuracy", "exact", "cost_usd", "latency_s")
-SPREAD = ("reward", "accuracy", "cost_usd", "latency_s", "preference")
+COMPARED = ("reward", "accuracy", "exact", "cost_usd", "latency_s")  # figures paired by task
 DRAWS = 2000  # resamples of a bootstrap, and sign flips of a test
 
 
@@ -147,22 +145,15 @@ def measure(tasks: Sequence[Task], attempts: Sequence[Trajectory], group_size: i
     """Returns means over a training step's attempts, for its row of metrics.
 
     Each `group_size` attempts in a row are a group. `reward` is what the advantages are made of,
-    `group_std` its mean spread within a group, `group_quartiles` say where the middle half of the
-    groups' means lies. `reward_parts` are those of the absolute form, in
+    `group_std` its mean spread within a group. `reward_parts` are those of the absolute form, in
     which steps can be compared. If the infrastructure failed all attempts, the means are of these.
     """
     pairs = list(zip(tasks, attempts, strict=True))
-    groups = []  # of figures
+    spreads = []
     for start in range(0, len(pairs), group_size):
         members = finished(pairs[start : start + group_size])
-        if members:
-            groups.append([_figures(task, attempt) for task, attempt in members])
-    spreads = [stdev([row["reward"] for row in group]) for group in groups if len(group) > 1]
-    quartiles = {}
-    if groups:
-        columns = _columns([_means(group) for group in groups])
-        for name in SPREAD:
-            quartiles[name] = np.quantile(columns[name], (0.25, 0.75)).tolist()
+        if len(members) > 1:
+            spreads.append(stdev([_figures(task, attempt)["reward"] for task, attempt in members]))
 
     pairs = finished(pairs) or pairs
     parts = []
@@ -171,7 +162,6 @@ def measure(tasks: Sequence[Task], attempts: Sequence[Trajectory], group_size: i
         parts.append({name: float(values[0]) for name, values in by_name.items()})
     return {
         **_means([_figures(task, attempt) for task, attempt in pairs]),
-        "group_quartiles": quartiles,
         "reward_parts": _means(parts),
         "group_std": fmean(spreads) if spreads else 0.0,
         "statuses": _shares(Counter(attempt.status for attempt in attempts), len(attempts)),

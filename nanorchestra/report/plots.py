@@ -114,8 +114,7 @@ WARM_START = (
 def curves(rows: Sequence[Json], panels: Sequence[Panel]) -> list[str]:
     """Returns the SVG of each panel of which the rows of metrics have a number.
 
-    Faint: each step. Strong: the mean of the last tenth of all steps, at most 25. Shaded: between
-    the quartiles of the groups' means (`group_quartiles` of a row).
+    Faint: each step. Strong: the mean of the last tenth of all steps, at most 25.
     """
     images = []
     for panel in panels:
@@ -124,7 +123,7 @@ def curves(rows: Sequence[Json], panels: Sequence[Panel]) -> list[str]:
             lines |= _lines(rows, key)
         if lines:
             with rc_context(STYLE):
-                images.append(_curve(panel, lines, rows))
+                images.append(_curve(panel, lines))
     return images
 
 
@@ -186,7 +185,7 @@ def _lines(rows, key) -> dict[str, tuple[list[int], list[float]]]:
     return dict(sorted(lines.items()))
 
 
-def _curve(panel, lines, rows) -> str:
+def _curve(panel, lines) -> str:
     figure = Figure(figsize=(WIDTH, HEIGHT + LEGEND_ROW * (math.ceil(len(lines) / 4) - 1)))
     axes = figure.subplots()
     axes.set_title(panel.title)
@@ -205,14 +204,6 @@ def _curve(panel, lines, rows) -> str:
             strong["marker"] = "."
         axes.plot(steps, values[chosen], color=colour, alpha=0.3, linewidth=0.8)
         axes.plot(steps, _recent_means(values)[chosen], label=name.replace("_", " "), **strong)
-
-        known = [row for row in rows if name in row.get("group_quartiles", {})]
-        if known:
-            chosen = _spread(len(known))
-            steps = np.array([row["step"] for row in known])
-            low, high = np.array([row["group_quartiles"][name] for row in known], float).T
-            band = steps[chosen], _recent_means(low)[chosen], _recent_means(high)[chosen]
-            axes.fill_between(*band, color=colour, alpha=0.15, linewidth=0)
     return _svg(figure, columns=4 if len(lines) > 1 else 0)
 
 

@@ -95,7 +95,6 @@ def test_the_page_of_a_run_shows_what_there_is_at_every_stage(run):
         run.append("metrics", row)
     for step in range(1, 31):
         numbers = {"calls": {EVIL: 0.3, "$\\frac{$": step / 60}, "loss": None}
-        numbers["group_quartiles"] = {"reward": [0.1, 0.9]}
         run.append("metrics", SCORES | numbers | {"phase": "grpo", "step": step, "seconds": 2.0})
     for phase in ("before", "grpo", "after"):
         run.append("trajectories", attempt(phase=phase, reward=float(phase == "after")))
