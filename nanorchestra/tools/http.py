@@ -27,7 +27,7 @@ from requests import Request, Session
 from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
-from nanorchestra.agent.failures import EndpointError, is_temporary
+from nanorchestra.agent.failures import is_temporary
 from nanorchestra.agent.threads import in_daemon, pause
 from nanorchestra.errors import UserError
 from nanorchestra.schemas import Json, bounded_json
@@ -82,20 +82,6 @@ class Reply:
     def infrastructure(self) -> bool:
         """Whether the infrastructure has failed the request."""
         return not self.final and not self.given_up
-
-    def required(self) -> "Reply":
-        """Returns it. NoReplyError if there was a problem."""
-        if self.problem:
-            raise NoReplyError(self)
-        return self
-
-
-class NoReplyError(EndpointError):
-    """A server has not answered as it should; `reply` has the problem."""
-
-    def __init__(self, reply: Reply):
-        super().__init__(reply.problem, reply.bad_request)
-        self.reply = reply
 
 
 @dataclass

@@ -19,11 +19,12 @@ import faiss
 import torch
 from typing_extensions import TypedDict
 
+from nanorchestra.agent.failures import EndpointError
 from nanorchestra.errors import UserError, require
 from nanorchestra.schemas import whole_characters
 from nanorchestra.tools.devices import current
 from nanorchestra.tools.embed import Embedder
-from nanorchestra.tools.http import NoReplyError, post
+from nanorchestra.tools.http import post
 
 TABLE = "CREATE VIRTUAL TABLE passages USING fts5(text, source UNINDEXED)"
 INSERT = "INSERT INTO passages VALUES (?, ?)"
@@ -212,15 +213,18 @@ class RemoteIndex:
         self.address = address.rstrip("/")
         try:
             self.search("", k=1)
-        except NoReplyError as error:
+        except EndpointError as error:
             raise UserError(
                 f"{address}: no search server answers ({error}); "
                 "start one: python tools.py serve-index DIR"
             ) from None
 
     def search(self, query: str, k: int = 3) -> list[Passage]:
-        """Returns what the server's index finds. Raises NoReplyError, in bounded time."""
+        """Returns what the server's index finds. Raises EndpointError, in bounded time."""
         body = {"query": whole_characters(query[:QUERY_CHARS]), "k": k}
         url = f"{self.address}/search"
-        found = post(url, body, Found, "", TIMEOUT_S).required().content
-        return [Passage(hit["text"], hit["source"], hit["score"]) for hit in found["passages"]]
+        reply = post(url, body, Found, "", TIMEOUT_S)
+        if reply.problem:
+            raise EndpointError(reply.problem)
+        hits = reply.content["passages"]
+        return [Passage(hit["text"], hit["source"], hit["score"]) for hit in hits]

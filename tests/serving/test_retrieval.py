@@ -87,7 +87,7 @@ def test_a_server_finds_what_its_index_finds_and_a_dead_one_is_the_infrastructur
     monkeypatch.setattr(index_module, "TIMEOUT_S", 0.5)
     result = tool.call({"query": "gold"})
     assert result.error and result.infrastructure and result.cost_usd == 0
-    assert result.content.startswith("Error: wiki: the search server does not answer: ")
+    assert result.content.startswith("Error: wiki failed: EndpointError: no connection")
 
 
 def test_waiting_queries_are_answered_together_and_a_bad_one_fails_alone(monkeypatch):
