@@ -52,7 +52,7 @@ from nanorchestra.tools.spending import Spending
 from nanorchestra.tools.tables import RecordsTool
 from nanorchestra.validation import validated
 
-__all__ = ["RecordsTool", "ToolResult", "load_tools", "tool"]
+__all__ = ["RecordsTool", "load_tools", "tool"]
 SANDBOX_USD = 0.0000083  # a second, as published
 PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
 CODE = "A whole Python program: it knows no name of an earlier call, and what it prints comes back."

@@ -13,11 +13,10 @@ from scripted import EchoTool
 
 from nanorchestra.agent.evidence import Evidence
 from nanorchestra.errors import UserError
-from nanorchestra.records import ToolResult
 from nanorchestra.schemas import argument_error
 from nanorchestra.tools.functions import load_functions
 from nanorchestra.tools.search import WebSearch
-from tools import load_tools, tool
+from tools import load_tools
 
 CODE = {"name": "py", "description": "runs Python", "kind": "code", "usd_per_call": 0.001}
 SEARCH = {"name": "wiki", "description": "d", "kind": "search", "corpus": "corpus.jsonl"}
@@ -238,25 +237,6 @@ def test_a_function_that_is_no_tool_is_one_line(tmp_path, settings, hint, says):
     file.write_text(text.format(settings, hint))
     with pytest.raises(UserError, match=f"^{file}, line 4: function f: {says}"):
         load_functions(file)
-
-
-def test_a_result_that_a_function_makes_charges_what_was_stated_at_most():
-    """A user's limit holds by what a function states; a charge beyond it is an error, billed."""
-    for result, content, usd in (
-        (ToolResult("yes", 0.2, 3.0), "yes", 0.2),
-        (ToolResult({"mean": 3}, 0.1), '{"mean": 3}', 0.1),
-        (ToolResult("yes", 0.3), "Error: .* usd_per_call states \\$0.25 at most", 0.25),
-        (ToolResult("yes", math.nan), "Error: .* usd_per_call states \\$0.25 at most", 0.25),
-    ):
-
-        @tool(usd_per_call=0.25)
-        def ask(text: str, result=result) -> ToolResult:
-            """Asks."""
-            return result
-
-        called = ask.call({"text": "well?"})
-        assert re.match(content, called.content) and called.error == (content[0] == "E")
-        assert called.cost_usd == usd
 
 
 def test_a_schema_that_cannot_be_applied_is_an_error_of_each_call():

@@ -19,13 +19,12 @@ program prints. With a published role in the catalogue it works for the role's e
 import functools
 import inspect
 import json
-import math
 import re
 import runpy
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -41,7 +40,6 @@ from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json, whole_characters
 from nanorchestra.tools.entries import Decorated
 from nanorchestra.tools.replies import UNRECORDED, Replies
-from nanorchestra.units import dollars
 from nanorchestra.validation import validated
 
 FUNCTION = "function"  # a kind that works for no role
@@ -60,9 +58,6 @@ class FunctionTool(Tool):
     """A Python function of the user's. A call ends after `timeout_s` seconds.
 
     `kind` is "function", "search" or "code". What one of the last two returns is evidence.
-
-    A function that charges by itself, in the ToolResult that it returns, charges `usd_per_call` US
-    dollars at most: a user's limit holds by it.
     """
 
     name: str
@@ -76,7 +71,7 @@ class FunctionTool(Tool):
     blocking = True
 
     def call(self, arguments: Json) -> ToolResult:
-        """Returns what the function returns: text, a ToolResult, or else JSON.
+        """Returns what the function returns: text, or else JSON.
 
         A list that a search returns is one of documents, the best first.
         """
@@ -100,26 +95,14 @@ class FunctionTool(Tool):
 
     def _result(self, value, arguments, seconds) -> ToolResult:
         """Returns the observation of a value, with what it adds to the evidence."""
-        documents = []
-        if isinstance(value, ToolResult):
-            documents = _documents(value.content)
-            if not 0 <= value.cost_usd <= self.usd_per_call:
-                stated = f"usd_per_call states {dollars(self.usd_per_call)} at most"
-                raise ValueError(f"it has charged {value.cost_usd!r} US dollars; {stated}")
-            if not 0 <= value.latency_s < math.inf:
-                raise ValueError(f"it says that it took {value.latency_s!r} s")
-            result = replace(value, content=_text(value.content))
-        elif self.kind == "search":
+        if self.kind == "search":
             documents = _documents(value)
             text = "\n\n".join(documents) or "nothing found"
-            result = ToolResult(text, self.usd_per_call, seconds)
+            findings = {"documents": documents[::-1]}  # the last one is the best
         else:
-            result = ToolResult(_text(value), self.usd_per_call, seconds)
-        if result.error or result.findings or self.kind == FUNCTION:
-            return result
-        if self.kind == "code":
-            return replace(result, findings={"code": [[arguments["code"], result.content]]})
-        return replace(result, findings={"documents": documents[::-1]})  # the last one is the best
+            text = _text(value)
+            findings = {"code": [[arguments["code"], text]]} if self.kind == "code" else {}
+        return ToolResult(text, self.usd_per_call, seconds, findings=findings)
 
 
 def within_seconds(seconds: float, call: Callable[[], Any]) -> Any:
