@@ -137,4 +137,4 @@ def _paid_as(name: str, tool: ExpertTool | None) -> ExpertTool | None:
     """Returns an expert whose bill is under the name of what it is asked for."""
     if tool is None:
         return None
-    return replace(tool, expert=replace(tool.expert, paid_as=name))
+    return replace(tool, expert=replace(tool.expert, listed_as=name))

@@ -69,18 +69,10 @@ def insert(opened: sqlite3.Connection, passages: Iterable[Passage]) -> None:
     opened.executemany(INSERT, (passage[:2] for passage in passages))
 
 
-class Hit(TypedDict):
-    """A passage that was found."""
-
-    text: str
-    source: str
-    score: float
-
-
 class Found(TypedDict):
     """What a search server answers."""
 
-    passages: list[Hit]
+    passages: list[Passage]
 
 
 class Index:
@@ -226,5 +218,4 @@ class RemoteIndex:
         reply = post(url, body, Found, "", TIMEOUT_S)
         if reply.problem:
             raise EndpointError(reply.problem)
-        hits = reply.content["passages"]
-        return [Passage(hit["text"], hit["source"], hit["score"]) for hit in hits]
+        return reply.content["passages"]

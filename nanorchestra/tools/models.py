@@ -31,8 +31,7 @@ class Expert:
     r"""A language model with its price.
 
     `offered_as` is its name in the catalogue's tools, whatever its alias in a task, `listed_as` its
-    name in the catalogue's table of experts, `model` its name at the server, and `paid_as` its name
-    in the bill, if that is not the listed one.
+    name in the catalogue's table of experts and in the bill, `model` its name at the server.
     A `reasoning` model has a fixed temperature, and its limit is named max_completion_tokens.
     `reasoning_effort` is sent as it is, "" not at all.
     `code_tokens` and `context_tokens` bound what it reads in a published role. `boxed`: it marks
@@ -56,7 +55,6 @@ class Expert:
     latency_s: float = 0.0
     reasoning_effort: str = ""
     listed_as: str = ""
-    paid_as: str = ""
     owner: str = ""
     open_weights: bool = False
     seconds: float = math.inf
@@ -108,7 +106,7 @@ class Expert:
         `on_part` is told of a reply that is asked for as it comes, in another thread. What fails
         beside the endpoint, such as a disk that is full, is the infrastructure's fault.
         """
-        payee = self.paid_as or self.listed_as or self.offered_as
+        payee = self.listed_as or self.offered_as
         charge = Charge(payee, self.most_usd(text), partial(self.price_of, text))
         try:
             reply = self.endpoint.ask(

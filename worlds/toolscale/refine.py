@@ -87,7 +87,7 @@ def language_model(text: str, option: str, payee: str, spending: Spending) -> Ex
     """Returns the language model MODEL@URL that an option names; the bill has it as `payee`."""
     policy = endpoint(text, option)
     rollout, name = policy.load(spending, 1), policy.base.partition("@")[0]
-    settings = {"reasoning": True, "max_tokens": REPLY_TOKENS, "paid_as": payee}
+    settings = {"reasoning": True, "max_tokens": REPLY_TOKENS, "listed_as": payee}
     return Expert("the model", rollout.server, name, rollout.endpoint_price, spending, **settings)
 
 
