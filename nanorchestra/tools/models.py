@@ -15,7 +15,7 @@ from nanorchestra.agent.tool import Allowance, Tool
 from nanorchestra.errors import UserError
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
-from nanorchestra.tools.endpoint import Endpoint, OnPart
+from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.http import Reply
 from nanorchestra.tools.spending import Charge, Spending
 
@@ -100,18 +100,15 @@ class Expert:
         names = {self.listed_as, self.model, self.model.rpartition("/")[2], self.owner, openness}
         return names - {""}
 
-    def ask(self, text: str, name: str, on_part: OnPart | None = None) -> ToolResult:
+    def ask(self, text: str, name: str) -> ToolResult:
         """Returns the reply to one message; the policy knows this expert as `name`.
 
-        `on_part` is told of a reply that is asked for as it comes, in another thread. What fails
-        beside the endpoint, such as a disk that is full, is the infrastructure's fault.
+        What fails beside the endpoint, such as a disk that is full, is the infrastructure's fault.
         """
         payee = self.listed_as or self.offered_as
         charge = Charge(payee, self.most_usd(text), partial(self.price_of, text))
         try:
-            reply = self.endpoint.ask(
-                self._body(text), self.spending, charge, self.seconds, on_part
-            )
+            reply = self.endpoint.ask(self._body(text), self.spending, charge, self.seconds)
         except UserError as error:
             return failed(name, error, infrastructure=True)
         if reply.problem:

@@ -20,7 +20,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from nanorchestra.errors import UserError, require
 from nanorchestra.files import read_text
-from nanorchestra.records import ToolResult
 from nanorchestra.tools.models import Expert
 from nanorchestra.tools.sandbox import Sandbox
 from worlds.toolscale.domain import Domain, of_module
@@ -94,7 +93,7 @@ def draft(
 ) -> tuple[str, str]:
     """Returns the file as far as it is written, and what is wrong with it, "" if it is whole.
 
-    `tell` gets what the model writes as it comes, and what is wrong with a part.
+    `tell` gets what the model has written, and what is wrong with a part.
     """
     example = read_text(restaurant.__file__).replace("HELD_OUT = True\n", "")
     title = re.sub(r'["\\\s]+', " ", description).strip()
@@ -106,9 +105,10 @@ def draft(
         )
         for number in range(1, MOST_TRIES + 1):
             tell(f"\n\n# {part}\n\n")
-            result = _asked(expert, asked, tell)
+            result = expert.ask(asked, "the model")
             if result.error:
                 return written, f"{part}: {result.content.removeprefix('Error: ')}"
+            tell(result.content)
             answer = _code(result.content)
             added = f"\n\n{answer}\n"
             problem = _tried(sandbox, part, written + added)
@@ -120,24 +120,6 @@ def draft(
             asked += AGAIN.format(answer=answer, problem=problem)
         written += added
     return written, ""
-
-
-def _asked(expert, text, tell) -> ToolResult:
-    """Returns the model's reply. `tell` gets its reasoning and its words as they come.
-
-    A recorded reply comes at once.
-    """
-    came = []
-
-    def on_part(part):
-        words = (part.get(name) for name in ("reasoning", "reasoning_content", "content"))
-        came.append("".join(filter(None, words)))
-        tell(came[-1])
-
-    result = expert.ask(text, "the model", on_part)
-    if not any(came) and not result.error:
-        tell(result.content)
-    return result
 
 
 def _code(text) -> str:
