@@ -34,10 +34,10 @@ from typing import Any
 
 from nanorchestra.agent.failures import failed
 from nanorchestra.agent.tool import Tool
-from nanorchestra.errors import ArgumentParser, UserError, command, nearest, require
+from nanorchestra.errors import ArgumentParser, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import Price, ToolResult
-from nanorchestra.schemas import Json, arguments_schema, schema_fault
+from nanorchestra.schemas import Json, arguments_schema
 from nanorchestra.tools.corpus import build_index, open_index
 from nanorchestra.tools.endpoint import Endpoint
 from nanorchestra.tools.entries import KINDS, Address, EndpointEntry, ExpertEntry, File
@@ -288,15 +288,8 @@ class Catalogue:
 
     def _role(self, where, entry) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""
-        given, stated, experts = entry.get("parameters"), "", {}
-        problem = schema_fault(given or {})
-        require(not problem, f"{where}: parameters are no JSON schema: {problem}")
-        match given:
-            case {"required": ["model"], "properties": {"model": {"description": str(stated)}}}:
-                pass
-            case dict():
-                right = "they must have one required property, model, with a description"
-                raise UserError(f"{where}: parameters are those of no published role; {right}")
+        given, experts = entry.get("parameters"), {}
+        stated = given["properties"]["model"]["description"] if given else ""
         listed = {alias: map(float, numbers) for alias, *numbers in LISTED.findall(stated)}
         models = entry.get("models", listed)
         require(models, f"{where}: models is missing; it must list experts or aliases")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.exceptions import best_match
 from referencing import Registry
 
 Json = dict[str, Any]  # a JSON object
@@ -25,22 +25,10 @@ def argument_error(arguments: Any, parameters: Json) -> str | None:
         wrong = best_match(Draft202012Validator(strict, registry=local).iter_errors(arguments))
     except Exception as error:
         return f"its schema cannot be applied ({type(error).__name__}: {error})"[:300]
-    return None if wrong is None else _line(wrong)
-
-
-def schema_fault(schema: Json) -> str | None:
-    """Returns why a schema is none itself, in one line; None if it is one."""
-    try:
-        Draft202012Validator.check_schema(schema)
-    except SchemaError as error:
-        return _line(error)
-    return None
-
-
-def _line(error) -> str:
-    """Returns where an error is, and what is wrong there."""
-    where = error.json_path.lstrip("$.")
-    message = error.message[-300:].replace("\n", " ")  # a long one begins with the value
+    if wrong is None:
+        return None
+    where = wrong.json_path.lstrip("$.")
+    message = wrong.message[-300:].replace("\n", " ")  # a long one begins with the value
     return f"{where}: {message}" if where else message
 
 
