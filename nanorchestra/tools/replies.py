@@ -14,8 +14,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from nanorchestra.agent.numbering import REQUEST_COUNTS, RequestCounts
-from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_json, write_whole
+from nanorchestra.errors import require
+from nanorchestra.files import read_json, write_whole, writing
 from nanorchestra.records import ToolResult
 from nanorchestra.schemas import Json
 from nanorchestra.tools.http import Reply
@@ -128,11 +128,8 @@ def store_of(word: str, where: str, usual: Replies = UNRECORDED) -> Replies:
         f"{where} is {word!r}; it must be simulated, real, record:DIR or replay:DIR",
     )
     if kind == "record":
-        try:  # a wrong one is known at the start
+        with writing(directory):  # a wrong one is known at the start
             Path(directory).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problem = f"{directory}, no directory that can be made ({error.strerror})"
-            raise UserError(f"{where}: DIR is {problem}") from None
         return ReplyStore(directory)
     require(
         any(Path(directory).glob("??/*/*.json")),
@@ -143,10 +140,8 @@ def store_of(word: str, where: str, usual: Replies = UNRECORDED) -> Replies:
 
 def _recorded(file, request, reply) -> Reply:
     """Writes a reply, whole or not at all, and returns it."""
-    try:
+    with writing(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{file.parent}: cannot be made ({error.strerror})") from None
     write_whole(file.parent / "request.json", _canonical(request))
     write_whole(file if reply.final else _failure(file), json.dumps(asdict(reply), indent=1))
     return reply
