@@ -54,7 +54,10 @@ from nanorchestra.validation import validated
 
 __all__ = ["RecordsTool", "load_tools", "tool"]
 SANDBOX_USD = 0.0000083  # a second, as published
-PYTHON = "Runs Python code and returns what it prints; numpy, sympy and pandas can be imported."
+PYTHON = (
+    "Runs Python code and returns what it prints; it can import numpy, sympy and pandas, and writes "
+    "no files."
+)
 CODE = "A whole Python program: it knows no name of an earlier call, and what it prints comes back."
 PRESETS = Path(__file__).parent / "assets" / "experts.toml"
 LISTED = re.compile(r"([\w.-]+) \| \$+([\d.]+) \| \$+([\d.]+) \| ([\d.]+)s")  # of published roles
