@@ -55,8 +55,8 @@ from nanorchestra.validation import validated
 __all__ = ["RecordsTool", "load_tools", "tool"]
 SANDBOX_USD = 0.0000083  # a second, as published
 PYTHON = (
-    "Runs Python code and returns what it prints; it can import numpy, sympy and pandas, and writes "
-    "no files."
+    "Runs Python code and returns what it prints. "
+    "It can import numpy, sympy and pandas, and write no files."
 )
 CODE = "A whole Python program: it knows no name of an earlier call, and what it prints comes back."
 PRESETS = Path(__file__).parent / "assets" / "experts.toml"
