@@ -9,19 +9,12 @@ writes a domain. What it replies is kept, so the same command goes on where it w
 """
 
 import argparse
-import itertools
 import json
 import math
-import os
 import re
-import signal
 import sys
-import threading
 import time
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import connection, parent_process
 from pathlib import Path
 
 from nanorchestra.agent.failures import EndpointError
@@ -38,7 +31,6 @@ from worlds.toolscale.generate import (
     WAYS,
     claim,
     make_all,
-    make_batch,
     report,
     show,
     tasks_of_wish,
@@ -48,7 +40,7 @@ from worlds.toolscale.plan import LEVELS
 
 DESCRIPTION = (
     "Makes domains (databases, tools, policies), and verified multi-step tool-calling tasks in "
-    "them. 10,000 tasks take about a minute on two cores."
+    "them. 10,000 tasks take about a minute."
 )
 REPLIES = Path("runs") / "replies"  # of language models, as evaluate.py keeps them
 MODELS = ("endpoint", "solver", "user")  # options that name one
@@ -64,12 +56,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--show", type=int, help="print N tasks to read, write nothing")
     add("--wish", help="of --show: tasks of the wish of this name alone, in each way to put it")
     add(
-        "--workers",
-        type=int,
-        default=os.cpu_count(),
-        help="worker processes (one a core); the result does not depend on them",
-    )
-    add(
         "--domains",
         default=",".join(BUILT_IN),
         help="built-in names, and .py files of your own (all six)",
@@ -81,7 +67,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--user", help="MODEL@URL, which plays the users of --solver; without it a script does")
     add("--max-usd", type=float, default=math.inf, help="that endpoints may cost together")
     options = parser.parse_args(arguments)
-    for name in ("tasks", "workers", "show"):
+    for name in ("tasks", "show"):
         value = getattr(options, name)
         require(value is None or value >= 1, f"--{name} is {value}; it must be at least 1")
     first, _, last = options.difficulty.partition("-")
@@ -123,17 +109,6 @@ def main(arguments: list[str]) -> int:
         raise UserError(f"--out {options.out}: cannot be written ({error.strerror})") from None
 
 
-def begin_worker() -> None:
-    """Leaves Ctrl-C to the command, which ends its workers, and ends when the command is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow, daemon=True).start()
-
-
-def _follow() -> None:
-    connection.wait([parent_process().sentinel])
-    os._exit(1)
-
-
 def generate(options: argparse.Namespace) -> int:
     """Makes what the options say. Returns the exit status. Raises OSError."""
     started = time.monotonic()
@@ -142,26 +117,16 @@ def generate(options: argparse.Namespace) -> int:
     if not options.show:
         named = {name: getattr(options, name) for name in MODELS if getattr(options, name)}
         claim(out, {"seed": seed, "domains": domains, "levels": options.levels} | named)
-    make = partial(make_batch, seed, options.levels)
-    count = options.show or options.tasks
-    wanted = Counter(itertools.islice(itertools.cycle(domains), count))
     if options.wish:
         return show_wish(options, built)
+    count = options.show or options.tasks
+    tasks, outcomes = make_all(built, count, seed, options.levels)
     if options.show:
-        tasks = []
-        for place, domain in enumerate(domains):
-            # The first wishes are of the same kinds in all domains.
-            tasks += make(domain, 0)[0][place + 1 :][: wanted[domain]]
         for task in refined(options, built, tasks):
             print(show(task))
         return 0
     for domain in built:
         domain.save(out / "worlds" / domain.name)
-    pool = ProcessPoolExecutor(options.workers, initializer=begin_worker)
-    try:
-        tasks, outcomes = make_all(wanted, make, seed, pool.map)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
     print(report(tasks, outcomes, time.monotonic() - started))
     refined_tasks = refined(options, built, tasks)
     lines = (json.dumps(task, ensure_ascii=False) + "\n" for task in refined_tasks)

@@ -127,7 +127,7 @@ def play(nano_tokenizer, tmp_path):
     rng, ledger = random.Random(0), []
     rows = [{"question": f"What is {n} plus {n}?", "answer": 2 * n} for n in range(30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = ["--tasks", "12", "--seed", "5", "--domains", "railway", "--workers", "1"]
+    made = ["--tasks", "12", "--seed", "5", "--domains", "railway"]
     assert data_gen([*made, "--out", str(tmp_path / "made")]) == 0
 
     endpoint = Greedy("", rng=rng, ledger=ledger)

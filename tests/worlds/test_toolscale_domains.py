@@ -18,24 +18,24 @@ from worlds.toolscale.domain import BUILT_IN, build
 from worlds.toolscale.domains import restaurant
 from worlds.toolscale.environment import DomainEnvironment
 from worlds.toolscale.expert import altered
-from worlds.toolscale.generate import make_batch, vain
+from worlds.toolscale.generate import make_all, vain
 from worlds.toolscale.plan import LEVELS, draw, to_task
 from worlds.toolscale.score import Scorer, attempt
 from worlds.toolscale.toolkit import ToolError
 from worlds.toolscale.verify import verify
 from worlds.toolscale.wishes import Scene, UnfitError
 
-BATCHES = int(os.environ.get("TOOLSCALE_BATCHES", "1"))  # of 50 tasks a domain
+TASKS = int(os.environ.get("TOOLSCALE_TASKS", "50"))  # of a domain
 OWN = Path(restaurant.__file__).read_text()  # a domain of a user's own
 
 
 @pytest.fixture(scope="module", params=BUILT_IN)
 def drawn(request):
     """(domain, tasks) of every built-in domain."""
-    batches = (make_batch(7, [*LEVELS], request.param, number) for number in range(BATCHES))
-    tasks = [task for tasks, _ in batches for task in tasks]
-    assert len(tasks) == 50 * BATCHES
-    return build(request.param, 7), tasks
+    domain = build(request.param, 7)
+    tasks, _ = make_all([domain], TASKS, 7, [*LEVELS])
+    assert len(tasks) == TASKS
+    return domain, tasks
 
 
 def test_what_is_right_scores_1_and_all_else_0(drawn):
@@ -146,8 +146,8 @@ def test_every_wish_is_proved_and_every_rule_forbids_and_allows(drawn):
 
 
 def test_a_task_that_another_argument_solves_is_thrown_away():
-    domain, (tasks, _) = build("bank", 7), make_batch(7, [*LEVELS], "bank", 0)
-    reasons = set()
+    domain, reasons = build("bank", 7), set()
+    tasks, _ = make_all([domain], 50, 7, [*LEVELS])
     for task in tasks:
         criteria = task["evaluation_criteria"]
         wrote = {action["name"] for action in criteria["actions"]} & {*domain.of_kind("write")}
@@ -167,8 +167,9 @@ def own(tmp_path):
 
 
 def test_a_domain_of_ones_own_is_one_file_and_what_it_states_in_vain_is_named(own):
-    tasks, _ = make_batch(0, [1, 2], str(own), 0)
-    assert len(tasks) == 50 and build(str(own), 0).name == "mine"
+    domain = build(str(own), 0)
+    tasks, _ = make_all([domain], 50, 0, [1, 2])
+    assert len(tasks) == 50 and domain.name == "mine"
     own.write_text(OWN.replace("table.seats + scene", "table.seats + 0 * scene"))
     (problem, *_) = vain(build(str(own), 0))
     assert problem.startswith("the wish seats is never proved: set_seats changes nothing: ")

@@ -23,7 +23,7 @@ from worlds.toolscale.words import communicated, mentions
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     out = tmp_path_factory.mktemp("made")
-    options = ["--tasks", "40", "--seed", "5", "--domains", "railway", "--workers", "1"]
+    options = ["--tasks", "40", "--seed", "5", "--domains", "railway"]
     assert main([*options, "--out", str(out)]) == 0
     return out
 

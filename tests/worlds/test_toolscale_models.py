@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from openai_server import openai_server, said
 
-import data_gen
 from data_gen import main
 from worlds.toolscale.dataset import load_tasks
 from worlds.toolscale.domains import restaurant
@@ -29,23 +28,12 @@ PARTS = {
     "rules": section("# Rules", "# What guests"),
     "wishes": section("# What guests", "def identify"),
 }
-TASKS = ["--domains", "bank", "--tasks", "12", "--seed", "3", "--workers", "1", "--out"]
-
-
-class InThisProcess:
-    """In place of a pool of processes: none may be forked beside the threads of a server."""
-
-    def __init__(self, *_, **__):
-        self.map = map
-
-    def shutdown(self, **_):
-        pass
+TASKS = ["--domains", "bank", "--tasks", "12", "--seed", "1", "--out"]
 
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data_gen, "ProcessPoolExecutor", InThisProcess)
     with openai_server() as served:
         yield served
 

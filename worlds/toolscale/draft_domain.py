@@ -24,7 +24,7 @@ from nanorchestra.tools.models import Expert
 from nanorchestra.tools.sandbox import Sandbox
 from worlds.toolscale.domain import Domain, of_module
 from worlds.toolscale.domains import restaurant
-from worlds.toolscale.generate import BATCH, batch_of, report, vain
+from worlds.toolscale.generate import make_all, report, vain
 from worlds.toolscale.plan import LEVELS, draw
 from worlds.toolscale.toolkit import ToolError, Toolkit, as_json
 from worlds.toolscale.wishes import Scene, UnfitError
@@ -32,6 +32,7 @@ from worlds.toolscale.wishes import Scene, UnfitError
 MOST_TRIES = 3  # of a part
 TRIAL_S = 60.0
 MOST_CHARS = 500  # of what is wrong
+TASKS = 50  # that it must give
 PEOPLE = 5  # users who are looked for, and calls of each tool
 DRAFT = "draft"  # the name of its module, and of its file in tracebacks
 IMPORTS = """from dataclasses import dataclass, replace
@@ -194,9 +195,9 @@ def _check(module: ModuleType, part: str) -> None:
             draw(domain, [twist], random.Random(0))
         except UnfitError:
             raise UserError(f"no user can have a wish for its {field}") from None
-    tasks, outcomes = batch_of(domain, 0, [*LEVELS], 0)
+    tasks, outcomes = make_all([domain], TASKS, 0, [*LEVELS])
     reasons = "; ".join(line.strip() for line in report(tasks, outcomes, 0).splitlines()[1:])
-    require(len(tasks) == BATCH, f"not {BATCH} tasks can be proved: {reasons}")
+    require(len(tasks) == TASKS, f"not {TASKS} tasks can be proved: {reasons}")
 
 
 def _call_all(domain: Domain, rng: random.Random) -> None:

@@ -1,15 +1,12 @@
-"""Makes tasks in batches, proves each and drops duplicates.
+"""Makes tasks, proves each and drops duplicates.
 
-A batch is a pure function of (seed, levels, domain, number), so the result does not depend on the
-number of workers. What came of the draws is counted by the wishes that they hold.
+A task is a function of the seed, the levels, its domain and its number.
 """
 
-import itertools
 import json
 import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,63 +15,46 @@ from nanorchestra.errors import require
 from nanorchestra.files import read_json, write_whole
 from nanorchestra.schemas import Json
 from worlds.toolscale.dataset import split
-from worlds.toolscale.domain import Domain, build
+from worlds.toolscale.domain import Domain
 from worlds.toolscale.offers import offer
 from worlds.toolscale.plan import TWISTS, draw, plan, to_task
 from worlds.toolscale.verify import task_text, verify
 from worlds.toolscale.wishes import Scene, UnfitError
 
-BATCH = 50
 DRAWS = 600  # of wishes, in which each rule is kept and broken
 WISH_DRAWS = 60  # of one wish, in which a task is proved
+MOST_VAIN = 400  # draws in a row that give no new task, until a domain has no more
 WAYS = ("plain", *dict.fromkeys(TWISTS))  # to put a wish
 PROVED, DUPLICATE = "", "duplicate"
 MOST_NAMED = 3  # wishes that the report names beside a reason
 Outcomes = Counter[tuple[tuple[str, ...], str]]  # by the wishes DOMAIN.WISH of a draw, and why not
-Make = Callable[[str, int], tuple[list[Json], Outcomes]]  # (domain, number) -> batch
 
 
-@cache
-def built(name: str, seed: int) -> Domain:
-    """Returns a domain of the seed; a worker draws each once."""
-    return build(name, seed)
+def tasks_of(
+    domain: Domain, seed: int, levels: Sequence[int], outcomes: Outcomes
+) -> Iterator[Json]:
+    """Yields tasks of a domain, of levels in turn, none twice, as long as draws give new ones.
 
-
-def make_batch(
-    seed: int, levels: Sequence[int], name: str, number: int
-) -> tuple[list[Json], Outcomes]:
-    """Makes batch `number` of the domain `name`; see `batch_of`."""
-    return batch_of(built(name, seed), seed, levels, number)
-
-
-def batch_of(
-    domain: Domain, seed: int, levels: Sequence[int], number: int
-) -> tuple[list[Json], Outcomes]:
-    """Makes batch `number` of a domain: BATCH tasks of levels in turn.
-
-    It has fewer tasks if 40 times as many attempts give no more. Returns the tasks, and what came
-    of the attempts.
+    What comes of the draws is counted in `outcomes`.
     """
-    tasks = {}  # by what the user says
-    outcomes = Counter({((f"{domain.name}.{name}",), PROVED): 0 for name in domain.wishes})
-    for attempt in range(40 * BATCH):
-        place = number * BATCH + len(tasks)
-        rng = random.Random(f"{seed}/{domain.name}/{number}/{attempt}")
-        level = levels[len(tasks) % len(levels)]
+    outcomes.update({((f"{domain.name}.{name}",), PROVED): 0 for name in domain.wishes})
+    texts, vain_draws, number = set(), 0, 0  # what users say
+    while vain_draws < MOST_VAIN:
+        rng = random.Random(f"{seed}/{domain.name}/{number}")
+        level = levels[len(texts) % len(levels)]
+        vain_draws, number = vain_draws + 1, number + 1
         try:
             scene = plan(domain, level, rng)
         except UnfitError as error:
             outcomes[(), f"{domain.name}: {error}"] += 1
             continue
-        task = to_task(domain, scene, f"{domain.name}-{seed}-{place}", level)
-        reason = verify(domain, task) or (DUPLICATE if task_text(task) in tasks else PROVED)
+        task = to_task(domain, scene, f"{domain.name}-{seed}-{len(texts)}", level)
+        reason = verify(domain, task) or (DUPLICATE if task_text(task) in texts else PROVED)
         outcomes[wishes_of(domain, scene), reason] += 1
-        if reason:
-            continue
-        tasks[task_text(task)] = task
-        if len(tasks) == BATCH:
-            break
-    return list(tasks.values()), outcomes
+        if not reason:
+            texts.add(task_text(task))
+            vain_draws = 0
+            yield task
 
 
 def wishes_of(domain: Domain, scene: Scene) -> tuple[str, ...]:
@@ -162,36 +142,25 @@ def claim(out: Path, settings: Json) -> None:
 
 
 def make_all(
-    wanted: dict[str, int],
-    make: Make,
-    seed: int,
-    workers: Callable[[Make, Iterable[str], Iterable[int]], Iterable[tuple[list[Json], Outcomes]]],
+    domains: Sequence[Domain], count: int, seed: int, levels: Sequence[int]
 ) -> tuple[list[Json], Outcomes]:
-    """Makes `wanted[d]` tasks of each domain; returns them, and what came of all draws.
+    """Makes `count` tasks of the domains in turn, fewer if these give no more.
 
-    `workers` maps `make` over domains and numbers, in order; `seed` is that of the experts on
-    offer. Duplicates across batches are dropped.
+    Returns them, and what came of all draws. `seed` is also that of the experts on offer.
     """
-    kept = {domain: [] for domain in wanted}
-    lacking, first = dict(wanted), 0
-    outcomes, seen = Counter(), set()
-    with tqdm(total=sum(wanted.values()), desc="tasks", unit="task", disable=None) as bar:
-        while most := max(lacking.values()):
-            numbers = range(first, first - -most // BATCH)
-            jobs = [(d, number) for number in numbers for d in wanted if lacking[d]]
-            first = numbers.stop
-            parts = workers(make, [d for d, _ in jobs], [number for _, number in jobs])
-            for (domain, _), (made, came) in zip(jobs, parts, strict=True):
-                new = [task for task in made if task_text(task) not in seen]
-                seen.update(map(task_text, new))
-                outcomes.update(came)
-                outcomes[(), DUPLICATE] += len(made) - len(new)
-                taken = new[: lacking[domain]]
-                kept[domain] += taken
-                bar.update(len(taken))
-                # A domain that gives nothing new is left as it is.
-                lacking[domain] = lacking[domain] - len(taken) if new else 0
-    tasks = [task for turn in itertools.zip_longest(*kept.values()) for task in turn if task]
+    tasks, outcomes, drawn = [], Counter(), deque()
+    for place, domain in enumerate(domains):
+        first = place % len(levels)
+        drawn.append(tasks_of(domain, seed, [*levels[first:], *levels[:first]], outcomes))
+    with tqdm(total=count, desc="tasks", unit="task", disable=None) as bar:
+        while drawn and len(tasks) < count:
+            task = next(drawn[0], None)
+            if task is None:
+                drawn.popleft()
+                continue
+            tasks.append(task)
+            bar.update()
+            drawn.rotate(-1)
     for name, part in split(tasks).items():
         for task in part:
             offer(task, name, seed)
