@@ -120,14 +120,14 @@ def generate(options: argparse.Namespace) -> int:
     if options.wish:
         return show_wish(options, built)
     count = options.show or options.tasks
-    tasks, outcomes = make_all(built, count, seed, options.levels)
+    tasks, thrown = make_all(built, count, seed, options.levels)
     if options.show:
         for task in refined(options, built, tasks):
             print(show(task))
         return 0
     for domain in built:
         domain.save(out / "worlds" / domain.name)
-    print(report(tasks, outcomes, time.monotonic() - started))
+    print(report(tasks, thrown, time.monotonic() - started))
     refined_tasks = refined(options, built, tasks)
     lines = (json.dumps(task, ensure_ascii=False) + "\n" for task in refined_tasks)
     write_whole(out / "tasks.jsonl", "".join(lines))

@@ -195,8 +195,8 @@ def _check(module: ModuleType, part: str) -> None:
             draw(domain, [twist], random.Random(0))
         except UnfitError:
             raise UserError(f"no user can have a wish for its {field}") from None
-    tasks, outcomes = make_all([domain], TASKS, 0, [*LEVELS])
-    reasons = "; ".join(line.strip() for line in report(tasks, outcomes, 0).splitlines()[1:])
+    tasks, thrown = make_all([domain], TASKS, 0, [*LEVELS])
+    reasons = "; ".join(line.strip() for line in report(tasks, thrown, 0).splitlines()[1:])
     require(len(tasks) == TASKS, f"not {TASKS} tasks can be proved: {reasons}")
 
 

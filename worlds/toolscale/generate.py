@@ -25,19 +25,15 @@ DRAWS = 600  # of wishes, in which each rule is kept and broken
 WISH_DRAWS = 60  # of one wish, in which a task is proved
 MOST_VAIN = 400  # draws in a row that give no new task, until a domain has no more
 WAYS = ("plain", *dict.fromkeys(TWISTS))  # to put a wish
-PROVED, DUPLICATE = "", "duplicate"
-MOST_NAMED = 3  # wishes that the report names beside a reason
-Outcomes = Counter[tuple[tuple[str, ...], str]]  # by the wishes DOMAIN.WISH of a draw, and why not
 
 
 def tasks_of(
-    domain: Domain, seed: int, levels: Sequence[int], outcomes: Outcomes
+    domain: Domain, seed: int, levels: Sequence[int], thrown: Counter[str]
 ) -> Iterator[Json]:
     """Yields tasks of a domain, of levels in turn, none twice, as long as draws give new ones.
 
-    What comes of the draws is counted in `outcomes`.
+    Those that are thrown away are counted in `thrown` by the reason.
     """
-    outcomes.update({((f"{domain.name}.{name}",), PROVED): 0 for name in domain.wishes})
     texts, vain_draws, number = set(), 0, 0  # what users say
     while vain_draws < MOST_VAIN:
         rng = random.Random(f"{seed}/{domain.name}/{number}")
@@ -46,21 +42,16 @@ def tasks_of(
         try:
             scene = plan(domain, level, rng)
         except UnfitError as error:
-            outcomes[(), f"{domain.name}: {error}"] += 1
+            thrown[f"{domain.name}: {error}"] += 1
             continue
         task = to_task(domain, scene, f"{domain.name}-{seed}-{len(texts)}", level)
-        reason = verify(domain, task) or (DUPLICATE if task_text(task) in texts else PROVED)
-        outcomes[wishes_of(domain, scene), reason] += 1
-        if not reason:
-            texts.add(task_text(task))
-            vain_draws = 0
-            yield task
-
-
-def wishes_of(domain: Domain, scene: Scene) -> tuple[str, ...]:
-    """Returns the wishes DOMAIN.WISH that the user of a scene speaks of, each once."""
-    named = domain.wishes.items()
-    return tuple(f"{domain.name}.{name}" for name, kind in named if kind in scene.kinds)
+        text = task_text(task)
+        if reason := verify(domain, task) or ("duplicate" if text in texts else ""):
+            thrown[reason] += 1
+            continue
+        texts.add(text)
+        vain_draws = 0
+        yield task
 
 
 def tasks_of_wish(
@@ -143,15 +134,16 @@ def claim(out: Path, settings: Json) -> None:
 
 def make_all(
     domains: Sequence[Domain], count: int, seed: int, levels: Sequence[int]
-) -> tuple[list[Json], Outcomes]:
+) -> tuple[list[Json], Counter[str]]:
     """Makes `count` tasks of the domains in turn, fewer if these give no more.
 
-    Returns them, and what came of all draws. `seed` is also that of the experts on offer.
+    Returns them, and how many were thrown away by the reason. `seed` is also that of the experts
+    on offer.
     """
-    tasks, outcomes, drawn = [], Counter(), deque()
+    tasks, thrown, drawn = [], Counter(), deque()
     for place, domain in enumerate(domains):
         first = place % len(levels)
-        drawn.append(tasks_of(domain, seed, [*levels[first:], *levels[:first]], outcomes))
+        drawn.append(tasks_of(domain, seed, [*levels[first:], *levels[:first]], thrown))
     with tqdm(total=count, desc="tasks", unit="task", disable=None) as bar:
         while drawn and len(tasks) < count:
             task = next(drawn[0], None)
@@ -164,30 +156,13 @@ def make_all(
     for name, part in split(tasks).items():
         for task in part:
             offer(task, name, seed)
-    return tasks, outcomes
+    return tasks, thrown
 
 
-def report(tasks: Sequence[Json], outcomes: Outcomes, seconds: float) -> str:
-    """Returns the figures of a run: how many tasks, what was thrown away, and for which wishes.
-
-    Beside a reason stand the wishes of which the largest share was thrown away for it.
-    """
-    drawn, proved, reasons, thrown = Counter(), Counter(), Counter(), defaultdict(Counter)
-    for (wishes, reason), count in outcomes.items():
-        counted = dict.fromkeys(wishes, count)
-        drawn.update(counted)
-        if reason:
-            reasons[reason] += count
-            thrown[reason].update(counted)
-        else:
-            proved.update(counted)
-    lines = [f"{len(tasks)} tasks in {seconds:.1f} s, thrown away: {reasons.total()}"]
-    for reason, count in (+reasons).most_common():
-        shares = {wish: f"{thrown[reason][wish]} of {drawn[wish]}" for wish in thrown[reason]}
-        worst = sorted(shares, key=lambda wish: -thrown[reason][wish] / drawn[wish])[:MOST_NAMED]
-        named = ", ".join(f"{wish} {shares[wish]}" for wish in worst)
-        lines.append(f"  {count:6d}  {reason}" + (f" ({named})" if named else ""))
-    lines += [f"  never proved: {wish}" for wish in proved if drawn[wish] and not proved[wish]]
+def report(tasks: Sequence[Json], thrown: Counter[str], seconds: float) -> str:
+    """Returns the figures of a run: how many tasks, and what was thrown away."""
+    lines = [f"{len(tasks)} tasks in {seconds:.1f} s, thrown away: {thrown.total()}"]
+    lines += [f"  {count:6d}  {reason}" for reason, count in thrown.most_common()]
     return "\n".join(lines)
 
 

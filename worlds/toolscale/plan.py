@@ -139,7 +139,6 @@ def _add_all(scene: Scene, kind: WishKind) -> None:
     for wish in allowed:
         scene.act(wish)
     scene.used |= {key_of(each) for each in records}
-    scene.kinds.append(kind)
     scene.said.append(f"You want to {kind.every}.")
 
 

@@ -80,7 +80,7 @@ class Wish:
     beside the record: for arguments, rules, facts and what is told. can: whether the tools let it
     be done. rules: those of the policy. facts: what the user may make it depend on. told: what the
     user wants to know. ask: a question that the result of the last write answers. instead: wishes
-    about the same record that may take its place. kind: what made it.
+    about the same record that may take its place.
     """
 
     want: str
@@ -92,7 +92,6 @@ class Wish:
     told: Any = None
     ask: str = ""
     instead: Sequence["WishKind"] = ()
-    kind: "WishKind | None" = None
 
     @property
     def broken(self) -> list[str]:
@@ -116,8 +115,7 @@ class WishKind:
 
     def __call__(self, scene: "Scene", record: Any) -> Wish:
         """Returns the wish about a record."""
-        made = self.make(scene, record) if self.mine else self.make(scene)
-        return replace(made, kind=self)
+        return self.make(scene, record) if self.mine else self.make(scene)
 
 
 def hand_over(want: str, **matters: str) -> WishKind:
@@ -144,9 +142,9 @@ class Scene:
 
     `key` is the key of the user's record in the first table, and `me` is that record. With `keys`
     the user knows the key of every record. `calls` are the golden calls, `told` is what must be
-    told, `said` what the user says. `kinds` are the wishes that the user speaks of, `offered` their
-    tools, `rules` their rules, `writes` the most writes of one; `looks` are the golden look-ups,
-    `used` keys of records that a wish is about.
+    told, `said` what the user says. `offered` are the tools of the wishes that the user speaks of,
+    `rules` their rules, `writes` the most writes of one; `looks` are the golden look-ups, `used`
+    keys of records that a wish is about.
     """
 
     start: Toolkit
@@ -157,7 +155,6 @@ class Scene:
     calls: list[tuple[str, Json]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
-    kinds: list[WishKind] = field(default_factory=list)
     offered: set[str] = field(default_factory=set)
     rules: list[str] = field(default_factory=list)
     writes: int = 0
@@ -241,7 +238,6 @@ class Scene:
 
     def speak_of(self, wish: Wish) -> None:
         """Takes note of a wish that the user speaks of, with its tools and rules."""
-        self.kinds.append(wish.kind)
         self.offered.update(name for name, *_ in (*wish.do, *wish.reads))
         self.writes = max(self.writes, len(wish.do))
         self.rules += [text for _, text in wish.rules if text not in self.rules]
