@@ -29,7 +29,6 @@ from nanorchestra.units import dollars, percent
 from worlds.toolscale.domain import BUILT_IN, Domain, build
 from worlds.toolscale.generate import (
     WAYS,
-    claim,
     make_all,
     report,
     show,
@@ -115,8 +114,8 @@ def generate(options: argparse.Namespace) -> int:
     domains, out, seed = options.domains, options.out, options.seed
     built = [build(domain, seed) for domain in domains]
     if not options.show:
-        named = {name: getattr(options, name) for name in MODELS if getattr(options, name)}
-        claim(out, {"seed": seed, "domains": domains, "levels": options.levels} | named)
+        present = f"--out {out}: has tasks already; give another directory"
+        require(not (out / "tasks.jsonl").exists(), present)
     if options.wish:
         return show_wish(options, built)
     count = options.show or options.tasks

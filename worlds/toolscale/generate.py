@@ -3,16 +3,12 @@
 A task is a function of the seed, the levels, its domain and its number.
 """
 
-import json
 import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from tqdm import tqdm
 
-from nanorchestra.errors import require
-from nanorchestra.files import read_json, write_whole
 from nanorchestra.schemas import Json
 from worlds.toolscale.dataset import split
 from worlds.toolscale.domain import Domain
@@ -116,20 +112,6 @@ def why(thrown: dict[str, list[str]]) -> str:
     for reason, (text, *_) in thrown.items():
         lines.append(f"{reason}: {text!r}" if text else reason)
     return "; ".join(lines)
-
-
-def claim(out: Path, settings: Json) -> None:
-    """Makes OUT a place for tasks of these settings. Raises UserError if it holds others."""
-    require(not out.is_file(), f"--out {out}: is a file; give a directory")
-    note = out / "settings.json"
-    held = note.exists() or (out / "tasks.jsonl").exists()
-    present = read_json(note) if held else settings
-    require(
-        present == settings,
-        f"--out {out}: holds tasks of another run ({json.dumps(present)}); give another --out",
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    write_whole(note, json.dumps(settings, indent=1) + "\n")
 
 
 def make_all(
