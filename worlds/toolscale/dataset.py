@@ -70,8 +70,7 @@ class DomainWorld:
         if self.models.experts is not None:
             experts = [expert for expert in experts if expert["model"] in self.models.experts]
         if "preference" in tau2:
-            words = tau2.get("preference_text", "")
-            preference = Preference.of(words, tau2["preference"], tau2["id"])
+            preference = Preference.of("", tau2["preference"], tau2["id"])
         elif self.preference is not None:
             preference = self.preference
         else:

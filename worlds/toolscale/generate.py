@@ -10,9 +10,7 @@ from collections.abc import Iterator, Sequence
 from tqdm import tqdm
 
 from nanorchestra.schemas import Json
-from worlds.toolscale.dataset import split
 from worlds.toolscale.domain import Domain
-from worlds.toolscale.offers import offer
 from worlds.toolscale.plan import TWISTS, draw, plan, to_task
 from worlds.toolscale.verify import task_text, verify
 from worlds.toolscale.wishes import Scene, UnfitError
@@ -119,8 +117,7 @@ def make_all(
 ) -> tuple[list[Json], Counter[str]]:
     """Makes `count` tasks of the domains in turn, fewer if these give no more.
 
-    Returns them, and how many were thrown away by the reason. `seed` is also that of the experts
-    on offer.
+    Returns them, and how many were thrown away by the reason.
     """
     tasks, thrown, drawn = [], Counter(), deque()
     for place, domain in enumerate(domains):
@@ -135,9 +132,6 @@ def make_all(
             tasks.append(task)
             bar.update()
             drawn.rotate(-1)
-    for name, part in split(tasks).items():
-        for task in part:
-            offer(task, name, seed)
     return tasks, thrown
 
 

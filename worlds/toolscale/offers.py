@@ -11,7 +11,6 @@ from nanorchestra.files import read_json
 from nanorchestra.records import Price
 from nanorchestra.schemas import Json
 from reward import PRICES
-from worlds import preferences
 
 _TABLES = read_json(Path(__file__).with_suffix(".json"))
 EXPERTS = _TABLES["experts"]  # split -> model -> skill, seconds and words
@@ -79,25 +78,3 @@ def scheduled(schedule: int, model: str, price: Price) -> Price:
     """Returns the price of a model under a schedule, which multiplies it by a factor of its own."""
     factor = random.Random(f"schedule/{schedule}/{model}").uniform(0.4, 2.5)
     return Price(*(float(f"{usd * factor:.2g}") for usd in price))
-
-
-def offer(task: Json, split: str, seed: int) -> None:
-    """Gives a task the experts on offer with their prices, and a preference over them.
-
-    `preference_text` is the preference in words, `preference` its weights for the reward.
-    """
-    rng = random.Random(f"{seed}/{task['id']}/offer")
-    experts = draw_experts(rng, split)
-    aliases = [expert["alias"] for expert in experts]
-    preference = preferences.draw(rng, aliases, split)
-    weights = {
-        "accuracy": preference.outcome,
-        "cost": preference.cost,
-        "latency": preference.latency,
-    }
-    task |= {
-        "split": split,
-        "experts": experts,
-        "preference_text": preference.text,
-        "preference": weights | preference.tools,
-    }

@@ -212,7 +212,7 @@ def solved(
     A solver has the tools of the domain and no expert. `user` plays the users; None: the script.
     Raises EndpointError.
     """
-    alone = {"experts": [], "preference": {}, "preference_text": ""}
+    alone = {"experts": [], "preference": {}}
     splits = {"train": [task | alone for task in tasks], "held_out": []}
     models = Models(ExpertTool("user", "", {"user": user}) if user else None)
     world, player = DomainWorld(splits, domains, models=models), solver.load(spending, ATTEMPTS)
