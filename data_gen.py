@@ -14,7 +14,6 @@ import math
 import re
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 from nanorchestra.agent.failures import EndpointError
@@ -203,10 +202,8 @@ def write_domain(options: argparse.Namespace) -> int:
     require(not out.exists(), f"--out {out}: is there already; give another file")
     spending = Spending(options.max_usd, ReplyStore(REPLIES, tools=False))
     expert = refine.language_model(options.endpoint, "--endpoint", "domain", spending)
-    tell = partial(print, end="", flush=True)
     with Sandbox(1, [draft_domain.__name__]) as sandbox, in_attempt(options.seed):
-        source, problem = draft_domain.draft(options.domain, expert, sandbox, tell)
-    print()
+        source, problem = draft_domain.draft(options.domain, expert, sandbox)
     print_bill(spending)
     kept = out.with_suffix(".part.py") if problem else out
     write_whole(kept, source)
