@@ -172,8 +172,9 @@ def refined(options: argparse.Namespace, domains: list[Domain], tasks: list[Json
             solver, user = refine.endpoint(options.solver, "--solver"), None
             if options.user:
                 user = refine.language_model(options.user, "--user", "user", spending)
-            for place, share in refine.solved(by_name, tasks, solver, user, spending):
-                tasks[place]["solved"] = share
+            shares = refine.solved(by_name, tasks, solver, user, spending)
+            for task, share in zip(tasks, shares, strict=True):
+                task["solved"] = share
             kept = [task for task in tasks if task["solved"]]
             none = f"--solver {options.solver}: solves none of {len(tasks)} tasks"
             require(kept, none)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,15 +35,20 @@ def in_daemon(call: Callable[[], T]) -> Future[T]:
 def in_daemons(call: Callable[[S], T], items: Iterable[S], most: int) -> Iterator[T]:
     """Yields the result of `call` of each item, in order; at most `most` of them run at a time.
 
-    If the results are no longer asked for, as after Ctrl-C, no further call begins.
+    If the results are no longer asked for, as after Ctrl-C, no further call begins. If a call
+    raises, those that run are waited for: they may be paid for.
     """
     begun: deque[Future[T]] = deque()
-    for item in items:
-        if len(begun) == most:
+    try:
+        for item in items:
+            if len(begun) == most:
+                yield begun.popleft().result()
+            begun.append(in_daemon(partial(call, item)))
+        while begun:
             yield begun.popleft().result()
-        begun.append(in_daemon(partial(call, item)))
-    while begun:
-        yield begun.popleft().result()
+    except Exception:
+        wait(begun)
+        raise
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:

@@ -11,18 +11,13 @@ import random
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
-from functools import partial
-from itertools import islice
-from typing import TypeVar
 
 from tqdm import tqdm
 
 from nanorchestra.agent.attempts import play
 from nanorchestra.agent.failures import EndpointError
-from nanorchestra.agent.threads import in_daemon
+from nanorchestra.agent.threads import in_daemons
 from nanorchestra.files import merge
 from nanorchestra.schemas import Json
 from nanorchestra.tools.models import Expert, ExpertTool
@@ -34,7 +29,6 @@ from worlds.toolscale.environment import Models
 from worlds.toolscale.verify import verify
 from worlds.toolscale.words import communicated
 
-T = TypeVar("T")
 REPLY_TOKENS = 8192  # of a language model, its reasoning included
 TEXTS = 16  # that are asked for at a time
 TASKS = 4  # that a solver tries at a time
@@ -91,32 +85,6 @@ def language_model(text: str, option: str, payee: str, spending: Spending) -> Ex
     return Expert("the model", rollout.server, name, rollout.endpoint_price, spending, **settings)
 
 
-def side_by_side(
-    work: Callable[[int], T], count: int, most: int, label: str
-) -> Iterator[tuple[int, T]]:
-    """Yields (place, work(place)) of each place as it is done, `most` at a time, under a bar.
-
-    Raises what the work raises; after an EndpointError what runs is waited for, since it is paid
-    and its replies are recorded. Nothing is waited for on Ctrl-C.
-    """
-    left, running = iter(range(count)), {}
-    with tqdm(total=count, desc=label, unit="task", disable=None) as bar:
-        while True:
-            for place in islice(left, most - len(running)):
-                running[in_daemon(partial(work, place))] = place
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                bar.update()
-                place = running.pop(future)
-                try:
-                    done = future.result()
-                except EndpointError:
-                    wait(running)
-                    raise
-                yield place, done
-
-
 # Other words.
 
 
@@ -129,12 +97,13 @@ def reword(domains: dict[str, Domain], tasks: list[Json], expert: Expert) -> Cou
     for task in tasks:
         texts[task["domain"]].append(_text(task))
 
-    def work(place):
-        task = tasks[place]
+    def work(task):
         return _reworded(domains[task["domain"]], task, texts[task["domain"]], expert)
 
     outcomes = Counter()
-    for place, (task, outcome) in side_by_side(work, len(tasks), TEXTS, "other words"):
+    done = in_daemons(work, tasks, TEXTS)
+    shown = tqdm(done, "other words", len(tasks), unit="task", disable=None)
+    for place, (task, outcome) in enumerate(shown):
         tasks[place] = task
         outcomes[outcome] += 1
     return outcomes
@@ -206,8 +175,8 @@ def solved(
     solver: Policy,
     user: Expert | None,
     spending: Spending,
-) -> Iterator[tuple[int, float]]:
-    """Yields the place of each task and the share of ATTEMPTS at it that succeed.
+) -> list[float]:
+    """Returns the share of ATTEMPTS at each task that succeed.
 
     A solver has the tools of the domain and no expert. `user` plays the users; None: the script.
     Raises EndpointError.
@@ -229,4 +198,5 @@ def solved(
             raise EndpointError(attempts[0].failure)
         return sum(played) / len(played)
 
-    return side_by_side(work, len(tasks), TASKS, "solver")
+    done = in_daemons(work, range(len(tasks)), TASKS)
+    return list(tqdm(done, "solver", len(tasks), unit="task", disable=None))
