@@ -26,14 +26,7 @@ from nanorchestra.tools.sandbox import Sandbox
 from nanorchestra.tools.spending import Spending
 from nanorchestra.units import dollars, percent
 from worlds.toolscale.domain import BUILT_IN, Domain, build
-from worlds.toolscale.generate import (
-    WAYS,
-    make_all,
-    report,
-    show,
-    tasks_of_wish,
-    why,
-)
+from worlds.toolscale.generate import WAYS, make_all, report, show, tasks_of_wish, why
 from worlds.toolscale.plan import LEVELS
 
 DESCRIPTION = (
@@ -41,7 +34,7 @@ DESCRIPTION = (
     "them. 10,000 tasks take about a minute."
 )
 REPLIES = Path("runs") / "replies"  # of language models, as evaluate.py keeps them
-MODELS = ("endpoint", "solver", "user")  # options that name one
+MODELS = ("endpoint", "solver")  # options that name one
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -62,7 +55,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--endpoint", help="MODEL@URL, which says the tasks in other words, or writes a --domain")
     add("--domain", help="words for a domain, whose file is written to --out FILE.py")
     add("--solver", help="MODEL@URL; tasks that it never solves in eight attempts are dropped")
-    add("--user", help="MODEL@URL, which plays the users of --solver; without it a script does")
     add("--max-usd", type=float, default=math.inf, help="that endpoints may cost together")
     options = parser.parse_args(arguments)
     for name in ("tasks", "show"):
@@ -79,9 +71,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         model = getattr(options, name) or "MODEL@http://URL"
         right = f"--{name} is {model!r}; it must be MODEL@ and a base URL, http:// or https://"
         require(re.match(r"[^@\s]+@https?://\S+$", model), right)
-    require(
-        not options.user or options.solver, "--user plays the users of --solver, which is missing"
-    )
     require(not options.wish or options.show, "--wish is of --show N, which is missing")
     asked = [f"--{name}" for name in MODELS if getattr(options, name)]
     require(
@@ -169,10 +158,8 @@ def refined(options: argparse.Namespace, domains: list[Domain], tasks: list[Json
             for outcome, number in refine.reword(by_name, tasks, expert).most_common():
                 print(f"  {number:6d}  {outcome}")
         if options.solver:
-            solver, user = refine.endpoint(options.solver, "--solver"), None
-            if options.user:
-                user = refine.language_model(options.user, "--user", "user", spending)
-            shares = refine.solved(by_name, tasks, solver, user, spending)
+            solver = refine.endpoint(options.solver, "--solver")
+            shares = refine.solved(by_name, tasks, solver, spending)
             for task, share in zip(tasks, shares, strict=True):
                 task["solved"] = share
             kept = [task for task in tasks if task["solved"]]

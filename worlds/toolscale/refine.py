@@ -20,12 +20,11 @@ from nanorchestra.agent.failures import EndpointError
 from nanorchestra.agent.threads import in_daemons
 from nanorchestra.files import merge
 from nanorchestra.schemas import Json
-from nanorchestra.tools.models import Expert, ExpertTool
+from nanorchestra.tools.models import Expert
 from nanorchestra.tools.spending import Spending
 from worlds.policies import Policy, parse
 from worlds.toolscale.dataset import DomainWorld
 from worlds.toolscale.domain import Domain
-from worlds.toolscale.environment import Models
 from worlds.toolscale.verify import verify
 from worlds.toolscale.words import communicated
 
@@ -173,18 +172,16 @@ def solved(
     domains: dict[str, Domain],
     tasks: list[Json],
     solver: Policy,
-    user: Expert | None,
     spending: Spending,
 ) -> list[float]:
     """Returns the share of ATTEMPTS at each task that succeed.
 
-    A solver has the tools of the domain and no expert. `user` plays the users; None: the script.
-    Raises EndpointError.
+    A solver has the tools of the domain and no expert, and the script plays the users. Raises
+    EndpointError.
     """
     alone = {"experts": [], "preference": {}}
     splits = {"train": [task | alone for task in tasks], "held_out": []}
-    models = Models(ExpertTool("user", "", {"user": user}) if user else None)
-    world, player = DomainWorld(splits, domains, models=models), solver.load(spending, ATTEMPTS)
+    world, player = DomainWorld(splits, domains), solver.load(spending, ATTEMPTS)
 
     def work(place):
         task, own = world.task("train", place), copy.copy(player)  # one plays a group at a time
