@@ -23,7 +23,7 @@ from worlds import preferences
 from worlds.toolscale.domain import Domain, load
 from worlds.toolscale.environment import SIMULATED, DomainEnvironment, Models
 from worlds.toolscale.expert import SAY, altered, right_turns
-from worlds.toolscale.foreign import load_foreign, started
+from worlds.toolscale.foreign import load_foreign
 from worlds.toolscale.offers import draw_experts
 from worlds.toolscale.rows import read_row, restored, unfit
 from worlds.toolscale.user import ScriptedUser, opening
@@ -102,8 +102,7 @@ class DomainWorld:
     def environment(self, task: Task, seed: int) -> DomainEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
         tau2 = task.data["task"]
-        domain = started(self.domains[tau2["domain"]], tau2.get("initial_state"))
-        return DomainEnvironment(domain, task, seed, self.models)
+        return DomainEnvironment(self.domains[tau2["domain"]], task, seed, self.models)
 
     def lesson(self, index: int, most_tools: int = 0) -> tuple[DomainEnvironment, Iterator[Lesson]]:
         """Returns an environment, and a teacher's turns in it. There is no limit of tools."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanorchestra.errors import UserError
-from nanorchestra.files import merge, read_json, read_text
+from nanorchestra.files import read_json, read_text
 from nanorchestra.schemas import Json, argument_error
 from nanorchestra.tools.functions import tool
 from worlds.toolscale.domain import Domain
@@ -72,10 +72,7 @@ class ForeignKit:
             raise ToolError(f"no tool named {name!r}")
         if problem := argument_error(arguments, schemas[name]["parameters"]):
             raise ToolError(f"{name}: {problem}")
-        return self.invoke(name, arguments, self.kinds()[name] == "read")
-
-    def invoke(self, name: str, arguments: Json, reads: bool = False) -> Any:
-        """Calls a method, which need not be a tool. Raises ToolError."""
+        reads = self.kinds()[name] == "read"
         db = self.toolkit.db if reads else copy.deepcopy(self.toolkit.db)
         toolkit = type(self.toolkit)(db)
         try:
@@ -85,23 +82,6 @@ class ForeignKit:
         if not reads:
             self.toolkit = toolkit
         return value
-
-
-def started(domain: Domain, state: Json | None) -> Domain:
-    """Returns a domain as a tau2 `initial_state` says. Raises ToolError if a call fails."""
-    if not state:
-        return domain
-    kit = domain.start.copy()
-    if data := state.get("initialization_data", {}).get("agent_data"):
-        db = kit.toolkit.db
-        if hasattr(db, "model_dump"):
-            db = type(db).model_validate(merge(db.model_dump(), data))
-        else:
-            db = merge(db, data)
-        kit.toolkit = type(kit.toolkit)(db)
-    for action in state.get("initialization_actions", ()):
-        kit.invoke(action["func_name"], action["arguments"])
-    return replace(domain, start=kit)
 
 
 def load_foreign(directory: Path, called: Collection[str] = ()) -> Domain:

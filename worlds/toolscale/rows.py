@@ -13,9 +13,7 @@ from typing import Any
 from nanorchestra.errors import UserError
 from nanorchestra.schemas import Json
 from worlds.toolscale.domain import Domain
-from worlds.toolscale.foreign import started
 from worlds.toolscale.offers import EXPERTS, OTHERS
-from worlds.toolscale.toolkit import ToolError
 
 DEFAULTS = {"actions": [], "communicate_info": [], "reward_basis": ["DB", "COMMUNICATE"]}
 PER_TOKEN = 1e-3  # the released rows have dollars per token where they say per million
@@ -103,24 +101,15 @@ def restored(value: Any, shape: Json) -> Any:
 
 def unfit(domain: Domain, task: Json, models: Any) -> str:
     """Returns why a task cannot be played by these Models and scored here; "" if it can."""
-    criteria, state = task["evaluation_criteria"], task.get("initial_state") or {}
+    criteria = task["evaluation_criteria"]
     actions, basis = criteria["actions"], criteria["reward_basis"]
-    acts = actions + state.get("initialization_actions", [])
-    data = state.get("initialization_data", {})
     missing = {action["name"] for action in actions} - domain.kinds.keys()
     judged = "NL_ASSERTION" in basis and criteria.get("nl_assertions")
     reasons = {
-        "user_data": data.get("user_data"),
-        "the user has tools": any("user" in act.values() for act in acts),
-        "message_history": "message_history" in state,
+        "initial_state": task.get("initial_state"),
+        "the user has tools": any("user" in action.values() for action in actions),
         "ENV_ASSERTION": "ENV_ASSERTION" in basis,
         "task.judge is needed": judged and not models.judge,
         f"no tool {min(missing, default='')}": missing,
     }
-    if why := next((reason for reason, holds in reasons.items() if holds), ""):
-        return why
-    try:
-        started(domain, state)
-    except ToolError as error:
-        return f"initial_state: {error}"
-    return ""
+    return next((reason for reason, holds in reasons.items() if holds), "")
