@@ -115,6 +115,11 @@ class Toolkit:
         return changed
 
     @staticmethod
+    def change_part(parts: tuple[Record, ...], part: Record, **values: Any) -> tuple[Record, ...]:
+        """Returns the parts of a record with a changed one in the place of `part`."""
+        return tuple(replace(each, **values) if each is part else each for each in parts)
+
+    @staticmethod
     def new_key(prefix: str, *about: str) -> str:
         """Returns the key of a new record, made of what it is about: the order of calls is free."""
         return f"{prefix}{zlib.crc32('/'.join(about).encode()) % 10**6:06}"

@@ -61,6 +61,10 @@ class Mine:
     look: str
     where: Callable[[Any], Any] = lambda record: True
 
+    def that(self, where: Callable[[Any], Any]) -> Self:
+        """Returns those of the records for which `where` holds."""
+        return replace(self, where=where)
+
     def records(self, scene: "Scene") -> list[Any]:
         """Returns the records of the user for which `where` holds, without those of this talk."""
         known = {key_of(record) for record in self.all(scene.start, scene.key)}

@@ -1,6 +1,6 @@
 """A retail bank: accounts with fees, cards, payments that may be disputed, standing orders."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Literal, get_args
 
@@ -181,7 +181,7 @@ class Bank(Toolkit):
         account = self.accounts[account_id]
         fee = self.one(account.fees, "There is no such fee.", what=what)
         self.require(not fee.waived, "It was given back.")
-        fees = tuple(replace(f, waived=True) if f is fee else f for f in account.fees)
+        fees = self.change_part(account.fees, fee, waived=True)
         self.change(self.accounts, account, fees=fees, balance=account.balance + fee.amount)
         client = self.clients[account.client_id]
         self.change(self.clients, client, fees_waived_this_year=client.fees_waived_this_year + 1)
@@ -294,16 +294,12 @@ def unbound(kit: Bank, order: StandingOrder) -> bool:
 # What clients want.
 
 accounts = Mine(find="client_accounts", look="account")
-charged = Mine(
-    find="client_accounts", look="account", where=lambda a: any(not fee.waived for fee in a.fees)
-)
+charged = accounts.that(lambda account: any(not fee.waived for fee in account.fees))
 cards = Mine(find="client_cards", look="card")
-active = Mine(find="client_cards", look="card", where=lambda card: card.active)
-frozen = Mine(find="client_cards", look="card", where=lambda card: not card.active)
-booked = Mine(
-    find="client_payments", look="payment", where=lambda payment: payment.status == "booked"
-)
+active = cards.that(lambda card: card.active)
+frozen = cards.that(lambda card: not card.active)
 payments = Mine(find="client_payments", look="payment")
+booked = payments.that(lambda payment: payment.status == "booked")
 orders = Mine(find="client_orders", look="standing_order")
 
 

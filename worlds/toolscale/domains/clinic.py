@@ -1,6 +1,6 @@
 """A clinic: patients book, move and cancel appointments, and have prescriptions renewed."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Literal, get_args
 
@@ -103,8 +103,7 @@ class Clinic(Toolkit):
         doctor = self.doctors[doctor_id]
         slot = self.one(doctor.slots, "The doctor has no such slot.", slot_id=slot_id)
         self.require(slot.free, "The slot is taken.")
-        slots = tuple(replace(s, free=False) if s is slot else s for s in doctor.slots)
-        self.change(self.doctors, doctor, slots=slots)
+        self.change(self.doctors, doctor, slots=self.change_part(doctor.slots, slot, free=False))
         return slot
 
     @read
@@ -263,14 +262,11 @@ def way_on_card(patient: Patient, by: By) -> bool:
 
 # What patients want.
 
-coming = Mine(
-    find="appointments_of", look="appointment", where=lambda visit: visit.status == "booked"
-)
-kept = Mine(find="appointments_of", look="appointment", where=lambda visit: visit.status == "kept")
+visits = Mine(find="appointments_of", look="appointment")
+coming = visits.that(lambda visit: visit.status == "booked")
+kept = visits.that(lambda visit: visit.status == "kept")
 drugs = Mine(find="prescriptions_of", look="prescription")
-renewable = Mine(
-    find="prescriptions_of", look="prescription", where=lambda drug: drug.refills_left > 0
-)
+renewable = drugs.that(lambda drug: drug.refills_left > 0)
 
 
 @wish()

@@ -107,8 +107,7 @@ class Shop(Toolkit):
         return line
 
     def change_line(self, order: PurchaseOrder, line: Line, **values) -> PurchaseOrder:
-        changed = replace(line, **values)
-        lines = tuple(changed if each is line else each for each in order.lines)
+        lines = self.change_part(order.lines, line, **values)
         return self.change(self.orders, order, lines=lines)
 
     @read
@@ -261,17 +260,11 @@ def delivered_late(order: PurchaseOrder) -> bool:
 
 # What customers want.
 
-pending = Mine(find="orders_of", look="order", where=lambda order: order.status == "pending")
-long = Mine(
-    find="orders_of", look="order", where=lambda o: o.status == "pending" and len(o.lines) > 1
-)
-standard = Mine(
-    find="orders_of",
-    look="order",
-    where=lambda o: o.status == "pending" and o.shipping == "standard",
-)
-delivered = Mine(find="orders_of", look="order", where=lambda order: order.status == "delivered")
 orders = Mine(find="orders_of", look="order")
+pending = orders.that(lambda order: order.status == "pending")
+long = orders.that(lambda order: order.status == "pending" and len(order.lines) > 1)
+standard = orders.that(lambda order: order.status == "pending" and order.shipping == "standard")
+delivered = orders.that(lambda order: order.status == "delivered")
 
 
 @wish(pending, every="cancel all your pending orders")

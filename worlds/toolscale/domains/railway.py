@@ -1,6 +1,6 @@
 """A railway that runs night and day trains: bookings with legs, passengers and bicycles."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Literal, get_args
 
@@ -96,18 +96,14 @@ class Railway(Toolkit):
     def leg(self, booking: Booking, train_id: str) -> Leg:
         return self.one(booking.legs, "The booking has no leg on this train.", train_id=train_id)
 
-    def change_leg(self, booking: Booking, leg: Leg, **values) -> Leg:
-        changed = replace(leg, **values)
-        legs = tuple(changed if each is leg else each for each in booking.legs)
+    def change_leg(self, booking: Booking, leg: Leg, **values) -> None:
+        legs = self.change_part(booking.legs, leg, **values)
         self.change(self.bookings, booking, legs=legs)
-        return changed
 
-    def change_passenger(self, booking: Booking, name: str, /, **values) -> Passenger:
+    def change_passenger(self, booking: Booking, name: str, /, **values) -> None:
         who = self.one(booking.passengers, "The booking has no such passenger.", name=name)
-        changed = replace(who, **values)
-        passengers = tuple(changed if each is who else each for each in booking.passengers)
+        passengers = self.change_part(booking.passengers, who, **values)
         self.change(self.bookings, booking, passengers=passengers)
-        return changed
 
     @read
     def identify_traveller(self, name: str, birth_year: int) -> Traveller:
@@ -191,8 +187,9 @@ class Railway(Toolkit):
         leg = self.leg(booking, train_id)
         self.require(train.bicycle_spaces > 0, f"{train.name} has no bicycle space.")
         self.change(self.trains, train, bicycle_spaces=train.bicycle_spaces - 1)
-        leg = self.change_leg(booking, leg, bicycles=leg.bicycles + 1)
-        return leg.bicycles
+        bicycles = leg.bicycles + 1
+        self.change_leg(booking, leg, bicycles=bicycles)
+        return bicycles
 
     @write
     def refund_booking(self, booking_id: str) -> int:
@@ -280,20 +277,11 @@ def has_railcard(traveller: Traveller) -> bool:
 
 # What travellers want.
 
-coming = Mine(
-    find="bookings_of", look="booking", where=lambda booking: booking.status == "confirmed"
-)
-second = Mine(
-    find="bookings_of",
-    look="booking",
-    where=lambda b: b.status == "confirmed" and b.cabin == "second",
-)
-unpaid = Mine(
-    find="bookings_of",
-    look="booking",
-    where=lambda b: b.status == "travelled" and not b.compensated,
-)
-over = Mine(find="bookings_of", look="booking", where=lambda booking: booking.status == "travelled")
+bookings = Mine(find="bookings_of", look="booking")
+coming = bookings.that(lambda booking: booking.status == "confirmed")
+second = bookings.that(lambda booking: booking.status == "confirmed" and booking.cabin == "second")
+over = bookings.that(lambda booking: booking.status == "travelled")
+unpaid = bookings.that(lambda booking: booking.status == "travelled" and not booking.compensated)
 
 
 @wish(coming, every="get refunds for all your trips that are still to come")

@@ -222,14 +222,10 @@ def chairs(table: Reservation) -> bool:
 
 # What guests want.
 
-held = Mine(find="book_of", look="reservation", where=lambda table: table.held)
-with_dishes = Mine(
-    find="book_of", look="reservation", where=lambda table: table.held and table.orders
-)
-inside = Mine(
-    find="book_of", look="reservation", where=lambda table: table.held and table.area != "terrace"
-)
 booked = Mine(find="book_of", look="reservation")
+held = booked.that(lambda table: table.held)
+with_dishes = booked.that(lambda table: table.held and table.orders)
+inside = booked.that(lambda table: table.held and table.area != "terrace")
 
 
 @wish(held)

@@ -1,6 +1,6 @@
 """The registrar's office of a university: enrolments with marks, absences, holds and papers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Literal, get_args
 
@@ -148,8 +148,7 @@ class University(Toolkit):
         enrolment = self.enrolments[enrolment_id]
         mark = self.one(enrolment.marks, "There is no such mark.", piece=piece)
         self.require(mark.review != "asked", "It is being looked at.")
-        asked = replace(mark, review="asked")
-        marks = tuple(asked if each is mark else each for each in enrolment.marks)
+        marks = self.change_part(enrolment.marks, mark, review="asked")
         self.change(self.enrolments, enrolment, marks=marks)
         return mark.points
 
@@ -232,11 +231,9 @@ def regular(student: Student) -> bool:
 # What students want.
 
 everything = Mine(find="transcript", look="enrolment")
-running = Mine(find="transcript", look="enrolment", where=lambda enrolment: enrolment.running)
-lettered = Mine(
-    find="transcript", look="enrolment", where=lambda e: e.running and e.grading == "letter"
-)
-missed = Mine(find="transcript", look="enrolment", where=lambda e: e.running and e.absences > 0)
+running = everything.that(lambda enrolment: enrolment.running)
+lettered = everything.that(lambda each: each.running and each.grading == "letter")
+missed = everything.that(lambda each: each.running and each.absences > 0)
 
 
 @wish()
