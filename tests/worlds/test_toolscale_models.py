@@ -124,7 +124,7 @@ def test_texts_in_other_words_are_kept_and_paid_for_once(server, plain, capsys):
         (lambda text, told: re.sub(r"\d+", "some", text), None, "a number or a name is missing"),
         (lambda text, told: text + " You want 77 more.", None, "a number is added"),
         (lambda text, told: " ".join([text, *told]), None, "the answer is in the text"),
-        (lambda text, told: "So: " + text, "[1]", "other wishes are found in the text"),
+        (lambda text, told: "So: " + text, "[0]", "other wishes are found in the text"),
     ],
 )
 def test_a_text_that_says_something_else_stays_plain(server, plain, capsys, change, finds, why):

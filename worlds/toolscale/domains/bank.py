@@ -1,4 +1,4 @@
-"""A retail bank: accounts with fees, cards, payments that may be disputed, standing orders."""
+"""A retail bank: accounts with fees, cards, and payments that may be disputed."""
 
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -10,7 +10,6 @@ from worlds.toolscale.wishes import Mine, Scene, Wish, hand_over, rule, wish
 Account = Literal["checking", "savings", "deposit"]
 CardKind = Literal["debit", "credit", "virtual"]
 FeeKind = Literal["account fee", "late fee", "paper fee"]
-Period = Literal["month", "quarter"]
 Reason = Literal["not_received", "charged_twice", "not_mine"]
 Switch = Literal["on", "off"]
 
@@ -84,20 +83,6 @@ class Payment:
         ]
 
 
-@dataclass(frozen=True)
-class StandingOrder:
-    order_id: str
-    client_id: str
-    to: str
-    amount: int
-    every: Period
-    paused: bool
-    contract_ends: date
-
-    def names(self) -> list[str]:
-        return [f"standing order {self.order_id}", f"your standing order to {self.to}"]
-
-
 @dataclass
 class Bank(Toolkit):
     """You serve the clients of a retail bank."""
@@ -106,7 +91,6 @@ class Bank(Toolkit):
     accounts: dict[str, BankAccount]
     cards: dict[str, Card]
     payments: dict[str, Payment]
-    orders: dict[str, StandingOrder]
 
     def active(self, card_id: str) -> Card:
         card = self.cards[card_id]
@@ -153,16 +137,6 @@ class Bank(Toolkit):
     def payment(self, payment_id: str) -> Payment:
         """Reads a payment."""
         return self.payments[payment_id]
-
-    @read
-    def client_orders(self, client_id: str) -> list[StandingOrder]:
-        """Lists the standing orders of a client."""
-        return [order for order in self.orders.values() if order.client_id == client_id]
-
-    @read
-    def standing_order(self, order_id: str) -> StandingOrder:
-        """Reads a standing order."""
-        return self.orders[order_id]
 
     @write
     def transfer(self, from_account: str, to_account: str, amount: int) -> int:
@@ -224,19 +198,6 @@ class Bank(Toolkit):
         self.change(self.cards, card, abroad=abroad)
         return abroad
 
-    @write
-    def end_order(self, order_id: str) -> str:
-        """Ends a standing order."""
-        ended = self.orders.pop(order_id)
-        return f"The order to {ended.to} is ended."
-
-    @write
-    def set_order_amount(self, order_id: str, amount: int) -> int:
-        """Sets the amount of a standing order."""
-        self.require(amount > 0, "The amount must be above 0.")
-        self.change(self.orders, self.orders[order_id], amount=amount)
-        return amount
-
     @handover
     def transfer_to_human_agents(self, reason: Literal["mortgage", "inheritance", "fraud"]) -> str:
         """Connects the client with an adviser."""
@@ -286,11 +247,6 @@ def at_most_doubled(card: Card, limit: int) -> bool:
     return limit <= 2 * card.limit
 
 
-@rule("A standing order is not ended or lowered before its contract has ended.")
-def unbound(kit: Bank, order: StandingOrder) -> bool:
-    return order.contract_ends <= kit.today
-
-
 # What clients want.
 
 accounts = Mine(find="client_accounts", look="account")
@@ -300,7 +256,6 @@ active = cards.that(lambda card: card.active)
 frozen = cards.that(lambda card: not card.active)
 payments = Mine(find="client_payments", look="payment")
 booked = payments.that(lambda payment: payment.status == "booked")
-orders = Mine(find="client_orders", look="standing_order")
 
 
 @wish(accounts)
@@ -410,44 +365,6 @@ def abroad(scene: Scene, card: Card) -> Wish:
     )
 
 
-@wish(orders, every="end all your standing orders")
-def end(scene: Scene, order: StandingOrder) -> Wish:
-    return Wish(
-        f"end {scene.name(order)}",
-        do=[("end_order", order.order_id)],
-        rules=[unbound.of(scene.kit, order)],
-        facts=[
-            scene.near(order.amount, "it is less than ${}"),
-            (order.paused, "it is paused"),
-            (order.every == "month", "it is paid every month"),
-        ],
-        instead=[raise_order],
-    )
-
-
-@wish(orders)
-def lower(scene: Scene, order: StandingOrder) -> Wish:
-    amount = round(order.amount * scene.rng.uniform(0.4, 0.9))
-    return Wish(
-        f"have {scene.name(order)} lowered to ${amount}",
-        do=[("set_order_amount", order.order_id, amount)],
-        rules=[unbound.of(scene.kit, order)],
-        facts=[(not order.paused, "it is not paused")],
-        instead=[end, raise_order],
-    )
-
-
-@wish(orders)
-def raise_order(scene: Scene, order: StandingOrder) -> Wish:
-    amount = order.amount + scene.rng.randint(5, 60)
-    return Wish(
-        f"have {scene.name(order)} set to ${amount}",
-        do=[("set_order_amount", order.order_id, amount)],
-        facts=[(not order.paused, "it is not paused"), (order.every == "month", "it is monthly")],
-        instead=[end],
-    )
-
-
 @wish(accounts)
 def fees(scene: Scene, account: BankAccount) -> Wish:
     told = sum(fee.amount for fee in account.fees)
@@ -480,16 +397,12 @@ MERCHANTS = (
     "Parkside Hotel, Pizza Roma, Green Grocer, Speedy Fuel, Harbour Travel, Smile Dental, "
     "Pet Palace, Lucky Noodles, Electro Point, Toy Corner, Sunny Spa, Mobile World"
 ).split(", ")
-PAYEES = (
-    "the landlord, the gym, the music school, the newspaper, the kindergarten, the storage room, "
-    "the car insurance, the tennis club, the garden club"
-).split(", ")
 CITIES = "Bergen Lyon Porto Graz Ghent Turin Malmo Brno Cork Basel Riga Vigo".split()
 
 
 def draw(rng: Draw) -> Bank:
-    """Draws the clients with their accounts, cards, payments and standing orders."""
-    kit = Bank(rng.today(), {}, {}, {}, {}, {})
+    """Draws the clients with their accounts, cards and payments."""
+    kit = Bank(rng.today(), {}, {}, {}, {})
     for name in rng.people(45):
         key = rng.number("", 8)
         kit.clients[key] = Client(
@@ -508,9 +421,6 @@ def draw(rng: Draw) -> Bank:
         for merchant in rng.sample(rng.of_split(MERCHANTS), 5):
             payment = _payment(rng, kit.today, key, merchant)
             kit.payments[payment.payment_id] = payment
-        for to in rng.sample(rng.of_split(PAYEES), 3):
-            order = _order(rng, kit.today, key, to)
-            kit.orders[order.order_id] = order
     return kit
 
 
@@ -557,16 +467,4 @@ def _payment(rng, today, client_id, merchant) -> Payment:
         abroad=rng.random() < 0.4,
         place=rng.name(CITIES),
         reason=rng.one_of(Reason) if is_disputed else None,
-    )
-
-
-def _order(rng, today, client_id, to) -> StandingOrder:
-    return StandingOrder(
-        rng.number("SO", 6),
-        client_id,
-        to,
-        paused=rng.random() < 0.3,
-        amount=rng.randrange(15, 400, 5),
-        every=rng.one_of(Period),
-        contract_ends=rng.day(today, -120, 120),
     )
