@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any, Self
 
 from nanorchestra.schemas import Json
-from worlds.toolscale.toolkit import Toolkit, as_json, key_of
+from worlds.toolscale.toolkit import ToolError, Toolkit, as_json, key_of
 
 Call = tuple[Any, ...]  # the name of a tool, and its arguments in order
 Fact = tuple[bool, str]  # whether it is so, and how it is said after "only if"
@@ -81,21 +81,21 @@ class Wish:
     """What a user wants, and what it comes to.
 
     want: words after "You want to". do: the golden writes. reads: calls that the agent needs
-    beside the record: for arguments, rules, facts and what is told. can: whether the tools let it
-    be done. rules: those of the policy. facts: what the user may make it depend on. told: what the
-    user wants to know. ask: a question that the result of the last write answers. instead: wishes
-    about the same record that may take its place.
+    beside the record: for arguments, rules, facts and what is told. rules: those of the policy.
+    facts: what the user may make it depend on. told: what the user wants to know. ask: a question
+    that the result of the last write answers. instead: wishes about the same record that may take
+    its place. can: whether the tools let it be done, which its kind finds out.
     """
 
     want: str
     do: Sequence[Call] = ()
     reads: Sequence[Call] = ()
-    can: bool = True
     rules: Sequence[Fact] = ()
     facts: Sequence[Fact] = ()
     told: Any = None
     ask: str = ""
     instead: Sequence["WishKind"] = ()
+    can: bool = True
 
     @property
     def broken(self) -> list[str]:
@@ -118,8 +118,13 @@ class WishKind:
     last: bool = False
 
     def __call__(self, scene: "Scene", record: Any) -> Wish:
-        """Returns the wish about a record."""
-        return self.make(scene, record) if self.mine else self.make(scene)
+        """Returns the wish about a record, with whether the tools let it be done."""
+        made = self.make(scene, record) if self.mine else self.make(scene)
+        try:
+            scene.copy().act(made)
+        except ToolError:
+            return replace(made, can=False)
+        return made
 
 
 def hand_over(want: str, **matters: str) -> WishKind:

@@ -267,7 +267,6 @@ def move(scene: Scene, account: BankAccount) -> Wish:
         f"move ${amount} from {scene.name(account)} to {to}",
         do=[("transfer", account.account_id, target.account_id, amount)],
         reads=[("client_profile", scene.key)],
-        can=account.balance >= amount,
         rules=[within_limit.of(scene.me, amount), no_deposit.of(account)],
         facts=[
             scene.near(account.balance, "less than ${} is there now"),

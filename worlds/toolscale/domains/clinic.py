@@ -277,7 +277,6 @@ def book(scene: Scene) -> Wish:
         f"book an appointment with {doctor.name} on {spoken(slot.date)} at {slot.time}",
         do=[("book_appointment", scene.key, doctor.doctor_id, slot.slot_id)],
         reads=[("patient_card", scene.key), ("doctor_by_name", doctor.name)],
-        can=slot.free,
         rules=[referred.of(scene.me, doctor), misses_few_visits.of(scene.me)],
         facts=[(slot.free, "this time is free"), scene.near(doctor.fee, "the fee is below ${}")],
     )
@@ -292,7 +291,6 @@ def move(scene: Scene, visit: Appointment) -> Wish:
         f"have {scene.name(visit)} moved to {spoken(slot.date)} at {slot.time}",
         do=[("move_appointment", visit.appointment_id, slot.slot_id)],
         reads=[("doctor_by_name", visit.doctor)],
-        can=slot.free,
         rules=[ahead.of(scene.kit, visit), not_yet_moved.of(visit)],
         facts=[(slot.free, "this time is free"), (visit.minutes > 20, "it takes over 20 minutes")],
         instead=[cancel],

@@ -360,7 +360,6 @@ def colour(scene: Scene, order: PurchaseOrder) -> Wish:
         f"exchange {line.words} from {scene.name(order)} for a {new.colour} one",
         do=[("exchange_product", order.order_id, line.product_id, new.product_id)],
         reads=[("variants", line.name)],
-        can=has_enough,
         rules=[delivered_lately.of(scene.kit, order), no_sale.of(scene.kit, line)],
         facts=[
             (has_enough, "there are enough pieces in stock"),
@@ -377,7 +376,6 @@ def fee(scene: Scene, order: PurchaseOrder) -> Wish:
     return Wish(
         f"get the shipping fee of {scene.name(order)} back",
         do=[("refund_shipping", order.order_id)],
-        can=not order.shipping_refunded,
         rules=[delivered_late.of(order)],
         facts=[(order.shipping == "express", "it was sent by express")],
     )

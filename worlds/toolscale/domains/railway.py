@@ -309,7 +309,6 @@ def rebook(scene: Scene, booking: Booking) -> Wish:
         f"change from {leg.train} to {new.name} on {scene.name(booking)}",
         do=[("rebook_leg", booking.booking_id, leg.train_id, new.train_id)],
         reads=[("train", new.name)],
-        can=has_seats and new.bicycle_spaces >= leg.bicycles,
         rules=[
             two_days_ahead.of(scene.kit, booking),
             same_kind_if_saver.of(booking, leg, new),
@@ -327,12 +326,10 @@ def rebook(scene: Scene, booking: Booking) -> Wish:
 
 @wish(second)
 def upgrade(scene: Scene, booking: Booking) -> Wish:
-    need = POINTS * len(booking.legs)
     return Wish(
         f"use your points for first class on {scene.name(booking)}",
         do=[("upgrade_booking", booking.booking_id)],
         reads=[("traveller", scene.key)],
-        can=scene.me.points >= need,
         rules=[has_railcard.of(scene.me)],
         facts=[scene.near(booking.price, "its price is less than ${}")],
         ask="How many points are left then?",
@@ -343,11 +340,10 @@ def upgrade(scene: Scene, booking: Booking) -> Wish:
 @wish(coming)
 def bicycle(scene: Scene, booking: Booking) -> Wish:
     leg = scene.choose(booking.legs)
-    train = scene.choose_unused([scene.kit.trains[leg.train_id]])
+    scene.choose_unused([scene.kit.trains[leg.train_id]])  # its bicycle spaces are for one wish
     return Wish(
         f"take one more bicycle on {leg.train} on {scene.name(booking)}",
         do=[("add_bicycle", booking.booking_id, leg.train_id)],
-        can=train.bicycle_spaces > 0,
         rules=[regional_if_bicycles.of(leg.bicycles + 1, leg.kind)],
         facts=[
             (leg.bicycles == 0, "none is booked on it yet"),

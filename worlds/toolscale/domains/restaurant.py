@@ -235,7 +235,6 @@ def order(scene: Scene, table: Reservation) -> Wish:
         f"order {portions} portions of the {dish.name} for {scene.name(table)}",
         do=[("order_dish", table.reservation_id, dish.dish_id, portions)],
         reads=[("guest_card", scene.key), ("dish", dish.name)],
-        can=dish.portions_left >= portions,
         rules=[harmless.of(scene.me, dish), kitchen.of(scene.kit, table)],
         facts=[
             scene.near(dish.price, "a portion costs less than ${}"),
@@ -316,7 +315,6 @@ def bonus(scene: Scene, table: Reservation) -> Wish:
         f"spend your whole bonus on {scene.name(table)}",
         do=[("spend_bonus", scene.key, table.reservation_id)],
         reads=[("guest_card", scene.key)],
-        can=scene.me.bonus > 0,
         rules=[regulars.of(scene.me)],
         facts=[scene.near(table.bill, "its bill is less than ${}")],
         ask="What is left to pay for that table?",

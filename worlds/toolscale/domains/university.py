@@ -245,7 +245,6 @@ def join(scene: Scene) -> Wish:
         f"enrol in {course.name}",
         do=[("enrol", scene.key, course.course_id)],
         reads=[("student_file", scene.key), ("course_page", course.name)],
-        can=course.places > 0,
         rules=[
             prepared.of(scene.me, course),
             no_hold.of(scene.me),
