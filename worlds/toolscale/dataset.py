@@ -37,10 +37,10 @@ STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the b
 class DomainWorld:
     """tau2 tasks and the domains that they are about.
 
-    `splits`: split -> tau2 tasks. `domains`: by name. A task without `experts` offers those of a
-    catalogue. A task with a `policy` of its own shows that instead of its domain's. With
-    `models.experts` these alone are offered. `skill` is the share of the demonstrations that are
-    right. `preference` is that of every task without one, None: drawn.
+    `splits`: split -> tau2 tasks; "all" has every one. `domains`: by name. A task without `experts`
+    offers those of a catalogue. A task with a `policy` of its own shows that instead of its
+    domain's. With `models.experts` these alone are offered. `skill` is the share of the
+    demonstrations that are right. `preference` is that of every task without one, None: drawn.
     """
 
     splits: dict[str, Sequence[Json]]
@@ -53,13 +53,11 @@ class DomainWorld:
 
     def size(self, split: Split) -> int:
         """Returns how many different tasks a split has."""
-        if split == "all":
-            return len(self.splits["train"]) + len(self.splits["held_out"])
         return len(self.splits[split])
 
     def task(self, split: Split, index: int) -> Task:
         """Returns task `index` of a split, taken round and round."""
-        tau2 = self._tau2(split, index)
+        tau2 = self.splits[split][index % self.size(split)]
         if split == "all":
             split = "held_out"
         rng = random.Random(f"{self.seed}/{split}/{index}/{tau2['id']}")
@@ -89,15 +87,6 @@ class DomainWorld:
             offers,
             {"task": tau2, "experts": experts},
         )
-
-    def _tau2(self, split, index) -> Json:
-        index %= self.size(split)
-        if split != "all":
-            return self.splits[split][index]
-        train = self.splits["train"]
-        if index < len(train):
-            return train[index]
-        return self.splits["held_out"][index - len(train)]
 
     def environment(self, task: Task, seed: int) -> DomainEnvironment:
         """Returns one attempt at a task; `seed` is that of the simulated experts."""
@@ -185,6 +174,7 @@ def load_world(
     )
     if left_out:
         print(f"{file}: {tally}", file=sys.stderr)
+    splits["all"] = splits["train"] + splits["held_out"]
     return DomainWorld(splits, worlds, seed, name, models, preference=preference)
 
 

@@ -82,6 +82,7 @@ def small_world(
             built = [replace(domain, name=f"{domain.name}/{split}") for domain in built]
         splits[split] = SmallTasks(f"{seed}-{split}", built)
         domains |= {domain.name: domain for domain in built}
+    splits["all"] = splits["held_out"]  # there is no end to them
     return DomainWorld(splits, domains, seed, name, skill=1.0 - spoiled)
 
 

@@ -140,9 +140,9 @@ def hand_over(want: str, **matters: str) -> WishKind:
     return WishKind(make, last=True)
 
 
-def wish(mine: Mine | None = None, *, every: str = "", last: bool = False) -> Callable:
+def wish(mine: Mine | None = None, *, every: str = "") -> Callable:
     """Returns a decorator that makes a kind of wish of a function; see the top of this file."""
-    return lambda make: WishKind(make, mine, every, last)
+    return lambda make: WishKind(make, mine, every)
 
 
 @dataclass
