@@ -8,21 +8,19 @@ A domain is made of its file and a seed. A directory of tasks holds all that pla
 """
 
 import importlib
-import importlib.util
 import inspect
 import re
 import shutil
-import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from nanorchestra.errors import UserError, require
-from nanorchestra.files import read_text, write_whole
+from nanorchestra.errors import require
+from nanorchestra.files import import_file, own_code, read_text, write_whole
 from nanorchestra.schemas import Json
 from worlds.toolscale.toolkit import Draw, Toolkit
 from worlds.toolscale.wishes import Rule, WishKind
@@ -112,10 +110,8 @@ def build(name: str, seed: int, split: str = "") -> Domain:
         known = ", ".join(BUILT_IN)
         require(name in BUILT_IN, f"domain {name!r}: there are {known}, and files NAME.py")
         source = importlib.import_module(f"worlds.toolscale.domains.{name}")
-    try:
-        return of_module(source, name, seed, split)
-    except Exception as error:  # of a domain of the user's own
-        raise UserError(f"{source.__file__}: {type(error).__name__}: {error}") from None
+    file = source.__file__
+    return own_code(lambda: of_module(source, name, seed, split), file, file)
 
 
 def of_module(source: ModuleType, name: str, seed: int, split: str = "") -> Domain:
@@ -126,28 +122,17 @@ def of_module(source: ModuleType, name: str, seed: int, split: str = "") -> Doma
 
 
 def load(directory: Path) -> Domain:
-    """Reads a directory that `save` wrote. Raises UserError for a part that cannot be read."""
+    """Reads a directory that `save` wrote. Raises UserError for a file that is missing."""
     source = _load(directory / "domain.py")
-    records = directory / "db.json"
-    try:
-        start = _adapter(source).validate_json(read_text(records))
-    except ValidationError as error:
-        raise UserError(f"{records}: {str(error.errors()[0]['msg'])}") from None
+    start = _adapter(source).validate_json(read_text(directory / "db.json"))
     return Domain(directory.name, start, read_text(directory / "policy.md"), source)
 
 
 def _load(path: Path) -> ModuleType:
     """The module of a file. Raises UserError with its line."""
     require(path.is_file(), f"{path}: no such file")
-    name = "domain_" + re.sub(r"\W", "_", str(path.resolve()))
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        _toolkit(module)
-    except Exception as error:
-        raise UserError(f"{path}: {type(error).__name__}: {error}") from None
-    return module
+    kind = "domain_" + re.sub(r"\W", "_", str(path.resolve().parent))  # many files are domain.py
+    return own_code(lambda: import_file(path, kind), str(path), str(path))
 
 
 def _toolkit(source) -> type[Toolkit]:
