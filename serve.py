@@ -349,6 +349,7 @@ def play(options: argparse.Namespace, pipes: Any = None) -> int:
         typing = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
         if options.ask or not typing:
             notes = [note for note in (about, world.title, world.shorthand) if note]
+            notes += [] if world.tools else [f"tools: {world.names}"]
             print("; ".join(notes), file=sys.stderr)
             return converse(terminal, [options.ask] if options.ask else sys.stdin)
         terminal.at_prompt = True

@@ -50,7 +50,10 @@ STRANGE = (
 
 
 class OpenQuestions:
-    """Any question, with `tools`, in one conversation. The tools in `off` are not on offer."""
+    """Any question, with `tools`, in one conversation. The tools in `off` are not on offer.
+
+    `without` is said in place of their names where there are none.
+    """
 
     title = "any question; seconds of tools are measured, prices are the catalogue's"
     shorthand = ""  # what abbreviations in descriptions and thoughts mean
@@ -58,15 +61,16 @@ class OpenQuestions:
     outside = ""  # what is said of a question that is not of the world
     alone = False  # whether each question is a task of its own, outside any conversation
 
-    def __init__(self, tools: list[Tool]):
+    def __init__(self, tools: list[Tool], without: str = "none"):
         self.tools = tools
+        self.without = without
         self.off: set[str] = set()  # names
         self.examples = examples_of(tools)
 
     @property
     def names(self) -> str:
         """The names of the tools, for people."""
-        return ", ".join(tool.name for tool in self.tools) or "none"
+        return ", ".join(tool.name for tool in self.tools) or self.without
 
     def facts(self) -> Json:
         """Returns what the chat page shows before a question: examples, tools and their prices."""
@@ -312,6 +316,8 @@ class Terminal:
             state = "off, " if tool.name in off else ""
             self.console.line(f"  {tool.name} ({state}{price(tool)}): {tool.description}")
             self.console.line(f"    {json.dumps(tool.parameters)}")
+        if not self.world.tools:
+            self.console.line(f"tools: {self.world.names}")
 
     def do_model(self, text: str) -> None:
         """The checkpoint, its device and sampling; the world and the tools."""
