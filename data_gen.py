@@ -194,9 +194,12 @@ def write_domain(options: argparse.Namespace) -> int:
         source, problem = draft_domain.draft(options.domain, expert, sandbox)
     print_bill(spending)
     kept = out.with_suffix(".part.py") if problem else out
-    write_whole(kept, source)
-    why = f"{options.domain!r}: {problem}. {kept} has what is written; another --seed asks anew"
-    require(not problem, why)
+    if source:  # a reply that failed leaves an earlier draft as it is
+        write_whole(kept, source)
+    has = (
+        f"{kept} has what is written; another --seed asks anew" if source else "nothing is written"
+    )
+    require(not problem, f"{options.domain!r}: {problem}. {has}")
     print(f"{out}: read it, then try it: python data_gen.py --domains {out} --show 5")
     return 0
 

@@ -112,7 +112,7 @@ class GrpoSection:
     optimizer: Literal["adamw", "muon"] = "adamw"  # optimizer of GRPO
     beta2: float = 0.95  # AdamW's decay of squared gradients
     weight_decay: float = 0.0  # AdamW's weight decay
-    momentum: float = 0.95  # Muon's
+    momentum: float = 0.95  # of Muon, below 1; AdamW has none
     learning_rate: float = 3e-4  # peak learning rate
     warmup_steps: int = 5  # steps over which the learning rate rises to its peak
     # share of the steps at the peak learning rate, which then falls to a tenth of it; 1: no fall

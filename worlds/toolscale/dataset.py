@@ -37,8 +37,8 @@ STEP_TOKENS = 4000, 400  # that an expert reads and writes for a step, for the b
 class DomainWorld:
     """tau2 tasks and the domains that they are about.
 
-    `splits`: split -> tau2 tasks; "all" has every one. `domains`: by name. A task without `experts`
-    offers those of a catalogue. A task with a `policy` of its own shows that instead of its
+    `splits`: split -> tau2 tasks; "all" has every one. `domains`: by name. For a task without
+    `experts` three are drawn. A task with a `policy` of its own shows that instead of its
     domain's. With `models.experts` these alone are offered. `skill` is the share of the
     demonstrations that are right. `preference` is that of every task without one, None: drawn.
     """
