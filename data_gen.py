@@ -1,7 +1,7 @@
 """Makes ToolScale domains and tasks.
 
     python data_gen.py --tasks 10000 --seed 1 --out data/
-    python data_gen.py --out data/ --endpoint MODEL@URL --solver MODEL@URL --max-usd 20
+    python data_gen.py --out data/said --endpoint MODEL@URL --solver MODEL@URL --max-usd 20
     python data_gen.py --domain "a library that lends instruments" --endpoint MODEL@URL
 
 A language model, where one is named, says the tasks in other words, tries how hard they are, or

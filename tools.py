@@ -34,7 +34,7 @@ from typing import Any
 
 from nanorchestra.agent.failures import failed
 from nanorchestra.agent.tool import Tool
-from nanorchestra.errors import ArgumentParser, command, nearest, require
+from nanorchestra.errors import ArgumentParser, UserError, command, nearest, require
 from nanorchestra.files import merge, read_json, read_toml
 from nanorchestra.records import Price, ToolResult
 from nanorchestra.schemas import Json, arguments_schema
@@ -292,7 +292,13 @@ class Catalogue:
     def _role(self, where, entry) -> RoleTool:
         """Returns a published role; published parameters state aliases, prices and latencies."""
         given, experts = entry.get("parameters"), {}
-        stated = given["properties"]["model"]["description"] if given else ""
+        try:
+            stated = given["properties"]["model"]["description"] if given else ""
+        except (KeyError, TypeError):
+            right = "they must have the property model, with a description"
+            raise UserError(
+                f"{where}: parameters are those of no published role; {right}"
+            ) from None
         listed = {alias: map(float, numbers) for alias, *numbers in LISTED.findall(stated)}
         models = entry.get("models", listed)
         require(models, f"{where}: models is missing; it must list experts or aliases")

@@ -233,6 +233,9 @@ def check(config: Config) -> None:
         cap == 0 or cap >= 1,
         f"grpo.importance_cap is {cap}; it must be at least 1, or 0 for no such weight",
     )
+    momentum, hold = config.grpo.momentum, config.grpo.hold
+    require(momentum < 1, f"grpo.momentum is {momentum}; it must be below 1")
+    require(hold <= 1, f"grpo.hold is {hold}; it must be at most 1, a share of the steps")
     if rollout.weights == "int8":
         require(
             cap,

@@ -43,6 +43,8 @@ MISTAKES = [  # a command, its arguments, what the line has to say, and files of
     ("train.py", "--grpo.stepz 3", "--grpo.stepz: there is no such option; did you mean --grpo.s"),
     ("train.py", "--grpo.steps 1.5", "--grpo.steps must be a whole number: '1.5'"),
     ("train.py", "--grpo.learning_rate nan", "grpo.learning_rate is nan; it must be at least 0"),
+    ("train.py", "--grpo.momentum 1.5", "grpo.momentum is 1.5; it must be below 1"),
+    ("train.py", "--grpo.hold 7", "grpo.hold is 7.0; it must be at most 1, a share of the steps"),
     ("train.py", "--rollout.turn_tokens 4096", "turn_tokens is 4096; it must be below rollout."),
     ("train.py", "--lora.base int4", "lora.rank is 0; with lora.base int4 it must be 1 or more"),
     (

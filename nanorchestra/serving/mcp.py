@@ -49,7 +49,7 @@ TOOL = "ask"
 MOST_QUESTION = 100_000  # characters
 SHOWN = 500  # characters of a message of progress
 THOUGHT_S = 2.0  # between two messages while the policy thinks
-SILENCE_S = 15.0  # after which a message says that it is at work; KEEP_S apart it is looked at
+SILENCE_S = 15.0  # after which a message says that it is at work; looked at every KEEP_S
 SESSIONS = 1_000  # of clients at the address
 
 

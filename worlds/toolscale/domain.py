@@ -132,7 +132,9 @@ def _load(path: Path) -> ModuleType:
     """The module of a file. Raises UserError with its line."""
     require(path.is_file(), f"{path}: no such file")
     kind = "domain_" + re.sub(r"\W", "_", str(path.resolve().parent))  # many files are domain.py
-    return own_code(lambda: import_file(path, kind), str(path), str(path))
+    source = own_code(lambda: import_file(path, kind), str(path), str(path))
+    own_code(lambda: _toolkit(source), str(path), str(path))
+    return source
 
 
 def _toolkit(source) -> type[Toolkit]:

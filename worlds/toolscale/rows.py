@@ -35,6 +35,8 @@ def read_row(row: Json, where: str) -> Json | None:
 
 def _task_of(row) -> Json | None:
     if "domain" in row:  # ours
+        if criteria := row.get("evaluation_criteria"):
+            row = row | {"evaluation_criteria": DEFAULTS | criteria}
         return row
     if row.get("category") == "qa":
         return None
@@ -49,7 +51,7 @@ def _task_of(row) -> Json | None:
         "id": index or f"{domain}/{task['id']}",
         "domain": domain,
         "user_scenario": scenario | {"instructions": parts | reason},
-        "initial_state": {key: value for key, value in state.items() if value},
+        "initial_state": {k: v for k, v in restored(state, {}).items() if v},
         "evaluation_criteria": DEFAULTS | {k: v for k, v in criteria.items() if v is not None},
     } | (_offer(row) if "model_mapping" in row else {})
 
